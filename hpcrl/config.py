@@ -1,0 +1,385 @@
+"""Configuration: TOML to one frozen tree.
+
+Owns every default, the file format (`include`, `--set`), and the errors that a wrong key or value gives. Nothing else in
+hpcrl reads a TOML file; nothing here reads the environment.
+
+    load(path, sets) -> Config -> dump() -> config.json in the run folder -> load_resolved()
+"""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import json
+import tomllib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from hpcrl.types import ConfigError
+
+
+class Table(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+Positive = Annotated[int, Field(gt=0)]
+Count = Annotated[int, Field(ge=0)]
+# TOML writes whole floats as 1.0; we take 1 for them as well.
+Number = Annotated[float, Field(strict=False, ge=0)]
+PositiveNumber = Annotated[float, Field(strict=False, gt=0)]
+Name = Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_-]*$")]
+
+
+class Model(Table):
+    """Where the starting weights come from."""
+
+    source: str = "tiny"  # "tiny" or "smollm2" (made by `hpcrl model`), or a Hugging Face folder
+    dtype: Literal["float32", "bfloat16"] = "float32"
+
+
+class EnvironmentTable(Table):
+    name: str = "find"
+    options: dict[str, Any] = Field(default_factory=dict)  # handed to the environment as they are
+
+
+class SamplingTable(Table):
+    temperature: PositiveNumber = 1.0
+    max_tokens: Positive = 64  # per step
+    max_steps: Positive = 8
+    max_context: Positive = 2048  # tokens
+    deadline_s: PositiveNumber = 600.0  # a trajectory's life
+
+
+class Phase(Table):
+    """One stretch of training. An update fires at whichever of its triggers is met first."""
+
+    name: Name
+    objective: Literal["sft", "grpo"] = "grpo"
+    lr: Number = 1e-6
+    updates: Positive = 1
+    trajectories: Count = 0  # trigger: this many scored trajectories (0: not a trigger)
+    steps: Count = 0  # trigger: this many steps
+    tokens: Count = 0  # trigger: this many sampled tokens
+    seconds: Number = 0.0  # trigger: this long since the last update, with at least one group
+    group_size: Positive = 1  # sibling trajectories per task
+    max_lag: Count = 1  # versions between sampling and training; older tokens are masked
+    clip_low: Number = 0.2
+    clip_high: Number = 0.28
+    is_cap: PositiveNumber = 2.0  # truncated importance sampling: cap of the learner/engine ratio
+    publish_every: Count = 1  # updates between published versions; 0: at the phase's end only
+
+    @property
+    def from_expert(self) -> bool:
+        return self.objective == "sft"
+
+    @model_validator(mode="after")
+    def _has_trigger(self) -> Phase:
+        if not (self.trajectories or self.steps or self.tokens or self.seconds):
+            raise ValueError("set at least one trigger: trajectories, steps, tokens or seconds")
+        if self.objective == "grpo" and self.group_size < 2:
+            raise ValueError("group_size must be at least 2 for objective grpo (its baseline is the group's mean)")
+        return self
+
+
+class Evaluation(Table):
+    """Held-out success at the start, after each phase, and every `every` updates of RL."""
+
+    tasks: Count = 400
+    every: Count = 0
+    temperature: PositiveNumber = 1.0
+
+
+class Rollout(Table):
+    """A pool of rollout nodes."""
+
+    name: Name = "rollout"
+    jobs: Positive = 1
+    engines: Positive = 1  # per node
+    hosts: Positive = 1  # per node: processes that run agent loops
+    gpus: Count = 0  # per engine; 0: a CPU engine
+    tensor_parallel: Positive = 1
+    concurrent: Positive = 64  # trajectories per host
+    max_model_len: Positive = 2048
+    max_num_seqs: Positive = 64
+    memory_gib: PositiveNumber = 1.0  # KV cache of a CPU engine
+    memory_share: Annotated[float, Field(gt=0, le=1)] = 0.9  # of a GPU's memory
+    block_size: Count = 0  # 0: the engine's default
+    threads: Count = 1  # CPU threads of a CPU engine; 0: the engine's choice
+    start_timeout_s: PositiveNumber = 600.0
+    probe_tolerance: PositiveNumber = 0.15  # mean |Δlogprob| between engine and learner on a version's probe
+
+
+class SandboxPool(Table):
+    """A pool of sandbox nodes."""
+
+    name: Name = "sandbox"
+    jobs: Count = 1
+    sessions: Positive = 64  # sandboxes per node
+    warm: Count = 4  # of these, started ahead
+    memory_mib: Positive = 512  # per sandbox
+    processes: Positive = 64
+    disk_mib: Positive = 64
+    command_timeout_s: PositiveNumber = 30.0
+
+
+class Learner(Table):
+    ranks: Positive = 1
+    gpus: Count = 0  # per rank; 0: CPU
+    threads: Positive = 1  # CPU threads per rank
+    micro_batch_tokens: Positive = 16384  # padded tokens per forward
+    checkpoint_every: Positive = 10  # updates
+    keep_checkpoints: Positive = 2
+    keep_versions: Positive = 8
+    grad_clip: PositiveNumber = 1.0
+    betas: tuple[Number, Number] = Field(default=(0.9, 0.95), strict=False)
+    weight_decay: Number = 0.0
+    collective_timeout_s: PositiveNumber = 600.0
+
+
+class Store(Table):
+    segment_mib: Positive = 64
+    segment_age_s: PositiveNumber = 60.0
+    commit_interval_s: Number = 0.02  # the least time between two syncs
+    compact_every_s: PositiveNumber = 300.0
+    durability: Literal["shared", "local"] = "shared"
+
+
+class Launch(Table):
+    executor: Literal["local"] = "local"
+    ports: Annotated[str, Field(pattern=r"^\d+-\d+$")] = "20000-20999"
+    dashboard: bool = True
+    restarts: Count = 5  # replacements of a role's job without an update in between
+    control_timeout_s: PositiveNumber = 600.0  # how long roles carry on without control
+
+    @model_validator(mode="after")
+    def _ports(self) -> Launch:
+        low, high = (int(part) for part in self.ports.split("-"))
+        if not 1024 <= low < high <= 65535:
+            raise ValueError(f"ports must be LOW-HIGH within 1024-65535, found {self.ports}")
+        return self
+
+
+class Retries(Table):
+    """How often a trajectory is taken up again, by the cause of what ended its attempt."""
+
+    environment: Count = 2
+    tool: Count = 2
+    engine: Count = 5
+    platform: Count = 10
+
+
+class Config(Table):
+    name: Name = "run"
+    seed: Annotated[int, Field(ge=0)] = 0
+    model: Model = Model()
+    environment: EnvironmentTable = EnvironmentTable()
+    sampling: SamplingTable = SamplingTable()
+    phase: tuple[Phase, ...] = Field(default=(), strict=False)
+    evaluation: Evaluation = Evaluation()
+    rollout: tuple[Rollout, ...] = Field(default=(Rollout(),), strict=False, min_length=1)
+    sandbox: tuple[SandboxPool, ...] = Field(default=(SandboxPool(),), strict=False)
+    learner: Learner = Learner()
+    store: Store = Store()
+    launch: Launch = Launch()
+    retries: Retries = Retries()
+
+    @model_validator(mode="after")
+    def _names(self) -> Config:
+        for key in ("phase", "rollout", "sandbox"):
+            names = [row.name for row in getattr(self, key)]
+            twice = sorted({name for name in names if names.count(name) > 1})
+            if twice:
+                raise ValueError(f"[[{key}]] names must differ, found {twice[0]!r} twice")
+        if not self.phase:
+            raise ValueError("at least one [[phase]] table is needed")
+        for pool in self.rollout:
+            if self.sampling.max_context > pool.max_model_len:
+                raise ValueError(
+                    f"sampling.max_context ({self.sampling.max_context}) exceeds max_model_len "
+                    f"({pool.max_model_len}) of rollout pool {pool.name!r}"
+                )
+        return self
+
+    def phase_named(self, name: str) -> Phase:
+        return next(phase for phase in self.phase if phase.name == name)
+
+
+# Keys that a resume may change: everything about size and pace. The rest defines the run.
+LIVE_KEYS = ("rollout", "sandbox", "store", "launch", "retries", "learner", "evaluation")
+
+
+def load(path: Path, sets: Iterable[str] = ()) -> Config:
+    """Read a TOML file with its includes, apply `key=value` settings, and check it.
+
+    Raises ConfigError: it names the file or setting, the key, what was found and what is allowed.
+    """
+    tree = _read(path, ())
+    for text in sets:
+        _apply(tree, text)
+    return _validate(tree, str(path))
+
+
+def load_resolved(path: Path) -> Config:
+    """Read back what `dump` wrote."""
+    try:
+        return _validate(json.loads(path.read_text()), str(path))
+    except (OSError, json.JSONDecodeError) as error:
+        raise ConfigError(f"{path}: can't be read as a resolved config ({error})") from error
+
+
+def dump(config: Config) -> str:
+    return json.dumps(config.model_dump(mode="json"), indent=1) + "\n"
+
+
+def check_resume(old: Config, new: Config) -> None:
+    """Raise ConfigError when `new` changes what defines the run, naming the key and both values."""
+    before, after = old.model_dump(mode="json"), new.model_dump(mode="json")
+    for key in before:
+        if key not in LIVE_KEYS and before[key] != after[key]:
+            name, was, now = _difference(key, before[key], after[key])
+            raise ConfigError(f"{name} is fixed for this run: it was {was!r}, now {now!r}; start a new run for that")
+
+
+def with_sets(config: Config, sets: Iterable[str]) -> Config:
+    tree = config.model_dump(mode="json")
+    for text in sets:
+        _apply(tree, text)
+    return _validate(tree, "--set")
+
+
+def _difference(name: str, was: Any, now: Any) -> tuple[str, Any, Any]:
+    if isinstance(was, dict) and isinstance(now, dict):
+        for key in {**was, **now}:
+            if was.get(key) != now.get(key):
+                return _difference(f"{name}.{key}", was.get(key), now.get(key))
+    if isinstance(was, list) and isinstance(now, list) and len(was) == len(now):
+        for index, (left, right) in enumerate(zip(was, now, strict=True)):
+            if left != right:
+                label = left.get("name", index) if isinstance(left, dict) else index
+                return _difference(f"{name}.{label}", left, right)
+    return name, was, now
+
+
+def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
+    if path.resolve() in seen:
+        raise ConfigError(f"{path}: includes itself")
+    try:
+        text = path.read_bytes().decode("utf-8-sig")
+        tree = tomllib.loads(text.replace("\r\n", "\n"))
+    except FileNotFoundError as error:
+        raise ConfigError(f"{path}: no such config file") from error
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"{path}: not a TOML file that can be read: {error}") from error
+    includes = tree.pop("include", [])
+    if isinstance(includes, str):
+        includes = [includes]
+    if not (isinstance(includes, list) and all(isinstance(name, str) for name in includes)):
+        raise ConfigError(f"{path}: include must be a path or a list of paths, found {includes!r}")
+    base: dict[str, Any] = {}
+    for name in includes:
+        base = _merge(base, _read(path.parent / name, (*seen, path.resolve())))
+    return _merge(base, tree)
+
+
+def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """`over` wins; tables merge by key, lists of named tables by name, everything else is replaced."""
+    merged = copy.deepcopy(dict(base))
+    for key, value in over.items():
+        old = merged.get(key)
+        if isinstance(old, dict) and isinstance(value, dict):
+            merged[key] = _merge(old, value)
+        elif isinstance(old, list) and isinstance(value, list) and _named(old) and _named(value):
+            rows = {row["name"]: row for row in old}
+            for row in value:
+                rows[row["name"]] = _merge(rows.get(row["name"], {}), row)
+            merged[key] = list(rows.values())
+        else:
+            merged[key] = copy.deepcopy(value)
+    return merged
+
+
+def _named(rows: list[Any]) -> bool:
+    return all(isinstance(row, dict) and isinstance(row.get("name"), str) for row in rows)
+
+
+def _apply(tree: dict[str, Any], text: str) -> None:
+    """Apply one `a.b.c=value`. A list of named tables is entered by name: `phase.rl.lr`, or `rl.lr` for short."""
+    key, equals, raw = text.partition("=")
+    path = [part.strip() for part in key.split(".")]
+    if not equals or not all(path):
+        raise ConfigError(f"--set {text}: must have the form key=value, like rl.lr=1e-4")
+    try:
+        value = tomllib.loads(f"v = {raw.strip()}")["v"]
+    except tomllib.TOMLDecodeError:
+        value = raw.strip()
+    if path[0] not in Config.model_fields:
+        for name in ("phase", "rollout", "sandbox"):
+            if any(isinstance(row, dict) and row.get("name", name) == path[0] for row in tree.get(name, [])):
+                path.insert(0, name)
+                break
+    where: Any = tree
+    for depth, part in enumerate(path[:-1]):
+        label = ".".join(path[: depth + 1])
+        if isinstance(where, list):
+            rows = [row for row in where if row.get("name") == part]
+            if not rows and part.isdigit() and int(part) < len(where):
+                rows = [where[int(part)]]
+            if not rows:
+                names = ", ".join(str(row.get("name")) for row in where)
+                raise ConfigError(f"--set {text}: there is no {label}; there are: {names}")
+            where = rows[0]
+        else:
+            default = [{"name": part}] if part in ("rollout", "sandbox") and depth == 0 else {}
+            where = where.setdefault(part, default)
+        if isinstance(where, list) and len(where) == 1 and depth == len(path) - 2:
+            where = where[0]  # the only pool: rollout.jobs
+        if not isinstance(where, dict | list):
+            raise ConfigError(f"--set {text}: {label} is a value, not a table")
+    if isinstance(where, list):
+        raise ConfigError(f"--set {text}: {'.'.join(path[:-1])} is a list; name one of its tables")
+    where[path[-1]] = value
+
+
+def _validate(tree: Mapping[str, Any], source: str) -> Config:
+    try:
+        return Config.model_validate(tree)
+    except ValidationError as error:
+        raise ConfigError(f"{source}: " + "; ".join(_explain(tree, row) for row in error.errors()[:5])) from error
+
+
+def _explain(tree: Mapping[str, Any], row: Any) -> str:
+    labels: list[str] = []
+    where: Any = tree
+    table: Any = Config
+    for part in row["loc"]:
+        where = where[part] if isinstance(where, list) or part in (where or {}) else None
+        if isinstance(part, int):
+            labels.append(str(where.get("name", part)) if isinstance(where, dict) else str(part))
+        else:
+            labels.append(part)
+            table = _table_of(table, part) or table
+    key = ".".join(labels)
+    if row["type"] == "extra_forbidden":
+        known = list(table.model_fields)
+        near = difflib.get_close_matches(labels[-1].replace("-", "_"), known, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]!r}?" if near else "known keys: " + ", ".join(known)
+        return f"unknown key {key!r}; {hint}"
+    message = row["msg"].removeprefix("Value error, ")
+    if not key or row["type"] == "value_error":
+        return f"{key}: {message}" if key else message
+    return f"{key}: {message[0].lower()}{message[1:]}, found {row['input']!r}"
+
+
+def _table_of(table: Any, key: str) -> type[Table] | None:
+    """The table class that `key` of `table` holds, in a list or not."""
+    info = table.model_fields.get(key)
+    kinds: list[Any] = [info.annotation] if info else []
+    while kinds:
+        kind = kinds.pop()
+        if isinstance(kind, type) and issubclass(kind, Table):
+            return kind
+        kinds.extend(getattr(kind, "__args__", ()))
+    return None

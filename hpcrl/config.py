@@ -144,6 +144,7 @@ class Store(Table):
     segment_age_s: PositiveNumber = 60.0
     commit_interval_s: Number = 0.02  # the least time between two syncs
     compact_every_s: PositiveNumber = 300.0
+    poll_s: PositiveNumber = 5.0  # between two looks at files that another node writes
     durability: Literal["shared", "local"] = "shared"
 
 
@@ -152,6 +153,7 @@ class Launch(Table):
     ports: Annotated[str, Field(pattern=r"^\d+-\d+$")] = "20000-20999"
     dashboard: bool = True
     restarts: Count = 5  # replacements of a role's job without an update in between
+    status_s: PositiveNumber = 5.0  # between two writes of control's heartbeat
     control_timeout_s: PositiveNumber = 600.0  # how long roles carry on without control
 
     @model_validator(mode="after")

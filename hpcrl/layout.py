@@ -180,7 +180,7 @@ def publishing(path: Path) -> Iterator[Path]:
             os.fsync(fd)
         finally:
             os.close(fd)
-        os.replace(temporary, path)
+        temporary.replace(path)
         sync_folder(path.parent)
     finally:
         with contextlib.suppress(OSError):
@@ -191,7 +191,7 @@ def publish(path: Path, data: bytes | str, *, mode: int = 0o644) -> None:
     """Write a whole file so that a reader sees the old one or the new one, and a crash loses neither."""
     with publishing(path) as temporary:
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
-        with open(fd, "wb") as file:
+        with os.fdopen(fd, "wb") as file:
             file.write(data.encode() if isinstance(data, str) else data)
 
 

@@ -181,6 +181,9 @@ class Ticket:
     max_context: int  # tokens
     deadline_s: float  # seconds that remain when the ticket is taken
     incarnation: int  # of the control that granted it
+    sandbox: str = ""  # address of the sandbox node that serves it; "" where the environment needs none
+    pinned: int = -1  # version that an evaluation is about
+    verdict: Fault | None = None  # flow has given up: only record the end
     adopt: str = ""  # hash of the record that this attempt continues; "" for a first attempt
 
 

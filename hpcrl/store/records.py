@@ -1,0 +1,235 @@
+"""The record: what one is, its hash, its bytes. No other file knows the format; docs/store-format.md explains it.
+
+    frame = length u32 | kind u8 | crc32c u32 | payload          (little endian; length counts the payload alone)
+    payload = header length u32 | header JSON | ids | logprobs | versions | sampled     (raw arrays, present ones only)
+
+The chain of a trajectory, each record naming its parent by hash:
+
+    ADOPT -> ACT -> OBSERVE -> ACT -> … -> END
+             |root                                     PROMPT (shared by a group), REWARD, TRANSITION: off the chain
+
+The invariant by which a context comes back: the ids of the PROMPT that the newest `root` names, then the ids of the
+record that names it and of every record after that, in chain order.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import IntEnum
+from functools import cached_property
+from hashlib import blake2b
+from typing import Any
+
+import google_crc32c
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from hpcrl.types import BoolArray, Float32Array, Int32Array, StoreError
+
+FORMAT = 1
+FRAME = struct.Struct("<IBI")
+LENGTH = struct.Struct("<I")
+MAX_PAYLOAD = 1 << 30  # bytes; a longer length is damage, not a record
+
+
+class Kind(IntEnum):
+    PROMPT = 1  # token ids that open a context; keyed by them alone, so a group stores them once per node
+    ADOPT = 2  # an attempt begins
+    ACT = 3  # what the policy sampled, and the calls in it
+    OBSERVE = 4  # what came of it, and the tokens that it adds
+    END = 5  # the attempt's terminal record
+    REWARD = 6  # a score given beside the chain
+    TRANSITION = 7  # a change of state
+
+
+CHAINED = frozenset({Kind.ADOPT, Kind.ACT, Kind.OBSERVE, Kind.END})
+
+# The meta keys that a record of each kind must have; `store verify` refuses one without. docs/store-format.md explains.
+REQUIRED: Mapping[Kind, tuple[str, ...]] = {
+    Kind.PROMPT: (),
+    Kind.ADOPT: (
+        *("task", "kind", "group", "member", "phase", "seed", "sampling"),
+        *("job", "node", "incarnation", "wall", "mono", "boot_id", "state"),
+    ),
+    Kind.ACT: (
+        *("root", "tools", "calls", "finish_reason", "spans", "seed", "request", "cached_tokens"),
+        *("queue_s", "duration_s", "wall", "mono"),
+    ),
+    Kind.OBSERVE: ("parts", "results", "state", "fault", "wall", "mono"),
+    Kind.END: (
+        *("status", "fault", "rewards", "num_steps", "num_sampled", "num_tokens", "min_version", "max_version"),
+        *("duration_s", "num_calls", "num_valid_calls", "wall", "mono"),
+    ),
+    Kind.REWARD: ("source", "value", "wall"),
+    Kind.TRANSITION: ("state", "wall", "mono", "boot_id"),
+}
+# The keys of each element of the lists within.
+REQUIRED_WITHIN: Mapping[tuple[Kind, str], tuple[str, ...]] = {
+    (Kind.ACT, "calls"): ("name", "arguments", "key", "legal", "effects"),
+    (Kind.OBSERVE, "parts"): ("role", "type", "text"),
+    (Kind.OBSERVE, "results"): (*("name", "status", "duration_s", "cut_reason", "unseen_bytes", "unseen_hash"),),
+}
+
+COLUMNS: Mapping[str, tuple[np.dtype[Any], Any]] = {  # of tokens: dtype, value where the record has none
+    "ids": (np.dtype("<i4"), 0),
+    "logprobs": (np.dtype("<f4"), 0.0),
+    "versions": (np.dtype("<i4"), -1),
+    "sampled": (np.dtype("?"), False),
+}
+
+
+NO_IDS = np.empty(0, "<i4")
+NO_LOGPROBS = np.empty(0, "<f4")
+NO_SAMPLED = np.empty(0, "?")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Record:
+    """One record. `ids` [T]; the other arrays are [T], or empty where the policy sampled none of the tokens.
+
+    Equal content has an equal `hash`, in whatever file it lies. A PROMPT's hash is that of its ids alone.
+    """
+
+    kind: Kind
+    trajectory: str = ""  # "" for PROMPT
+    attempt: int = 0
+    step: int = -1  # -1 before the first step
+    parent: str = ""  # hash of the record before it on the chain; "" for a first ADOPT and off the chain
+    meta: Mapping[str, Any] = field(default_factory=dict)  # JSON; finite numbers only
+    ids: Int32Array = field(default_factory=lambda: NO_IDS)
+    logprobs: Float32Array = field(
+        default_factory=lambda: NO_LOGPROBS
+    )  # natural log, at the sampling temperature; 0 where not sampled
+    versions: Int32Array = field(default_factory=lambda: NO_IDS)  # that sampled the token; -1 where not sampled
+    sampled: BoolArray = field(default_factory=lambda: NO_SAMPLED)
+
+    def __post_init__(self) -> None:
+        for name, (dtype, _) in COLUMNS.items():
+            array = np.ascontiguousarray(getattr(self, name), dtype)
+            assert array.ndim == 1 and len(array) in (0, len(self.ids)), f"{name}: {array.shape}, ids {len(self.ids)}"
+            object.__setattr__(self, name, array)
+
+    @cached_property
+    def hash(self) -> str:
+        """32 hexadecimal characters."""
+        return self._hash_of(self.payload)
+
+    @cached_property
+    def payload(self) -> bytes:
+        head = {
+            "kind": int(self.kind),
+            "trajectory": self.trajectory,
+            "attempt": self.attempt,
+            "step": self.step,
+            "parent": self.parent,
+            "meta": self.meta,
+            "arrays": {name: len(getattr(self, name)) for name in COLUMNS if len(getattr(self, name))},
+        }
+        # ASCII, so that a lone surrogate in a tool's output is stored too; sorted, so that equal content gives equal
+        # bytes; padded, so that the arrays are aligned where they lie.
+        text = json.dumps(head, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+        text += b" " * (-len(text) % 4)
+        return b"".join((LENGTH.pack(len(text)), text, *(getattr(self, name).tobytes() for name in COLUMNS)))
+
+    def encode(self) -> bytes:
+        """The payload. Raises TypeError or ValueError when `meta` is not JSON."""
+        return self.payload
+
+    @classmethod
+    def decode(cls, payload: bytes) -> Record:
+        """Raises StoreError when the bytes are no record."""
+        try:
+            (size,) = LENGTH.unpack_from(payload)
+            view = memoryview(payload)[LENGTH.size :]
+            return cls.from_parts(bytes(view[:size]), view[size:], payload)
+        except (struct.error, ValueError, KeyError, TypeError) as error:
+            raise StoreError(f"not a record: {error}") from error
+
+    @classmethod
+    def from_parts(cls, header: bytes, arrays: bytes | memoryview, payload: bytes | None = None) -> Record:
+        """From the header's JSON and the raw arrays one after the other (views of `arrays`, not copies)."""
+        head = json.loads(header)
+        values: dict[str, Any] = {}
+        start = 0
+        for name, (dtype, _) in COLUMNS.items():
+            count = head["arrays"].get(name, 0)
+            values[name] = np.frombuffer(arrays, dtype, count, start)
+            start += count * dtype.itemsize
+        if start != len(arrays):
+            raise ValueError(f"record of {len(arrays)} array bytes where its header says {start}")
+        head.pop("arrays")
+        values |= head
+        values["kind"] = Kind(head["kind"])
+        record = cls(**values)
+        if payload is not None:
+            record.__dict__["payload"] = payload
+        return record
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Record) and self.payload == other.payload
+
+    def __hash__(self) -> int:
+        return hash(self.payload)
+
+    def filled(self, column: str) -> NDArray[Any]:
+        """A token column at full length [T], with the default where the record has none."""
+        array: NDArray[Any] = getattr(self, column)
+        if len(array) == len(self.ids):
+            return array
+        dtype, default = COLUMNS[column]
+        return np.full(len(self.ids), default, dtype)
+
+    def frame(self) -> bytes:
+        return FRAME.pack(len(self.payload), self.kind, checksum(self.kind, self.payload)) + self.payload
+
+    def _hash_of(self, payload: bytes) -> str:
+        if self.kind is Kind.PROMPT:
+            return prompt_hash(self.ids)
+        return blake2b(payload, digest_size=16).hexdigest()
+
+
+def prompt(ids: ArrayLike) -> Record:
+    """The PROMPT record of these token ids [T]."""
+    return Record(kind=Kind.PROMPT, ids=np.asarray(ids, COLUMNS["ids"][0]))
+
+
+def prompt_hash(ids: Int32Array) -> str:
+    return blake2b(np.ascontiguousarray(ids, "<i4").tobytes(), digest_size=16, person=b"prompt").hexdigest()
+
+
+def checksum(kind: int, payload: bytes) -> int:
+    return int(google_crc32c.extend(google_crc32c.value(bytes((kind,))), payload))
+
+
+def missing(record: Record) -> list[str]:
+    """The required fields that a record lacks, as `key` or `key[3].within`."""
+    lacking = [key for key in REQUIRED[record.kind] if key not in record.meta]
+    for (kind, key), within in REQUIRED_WITHIN.items():
+        if kind is record.kind:
+            for index, row in enumerate(record.meta.get(key) or ()):
+                lacking += [f"{key}[{index}].{name}" for name in within if name not in row]
+    return lacking
+
+
+class Torn(Exception):
+    """The bytes at an offset are no whole frame: a torn tail in an open segment, damage in a closed one."""
+
+
+def read_frame(data: bytes | memoryview, offset: int) -> tuple[Record, int]:
+    """The record at `offset` and the offset after it. Raises Torn, with the reason, where there is no whole one."""
+    if len(data) - offset < FRAME.size:
+        raise Torn("header cut short")
+    size, kind, crc = FRAME.unpack_from(data, offset)
+    start = offset + FRAME.size
+    if size > MAX_PAYLOAD or len(data) - start < size:
+        raise Torn(f"payload of {size} bytes cut short")
+    payload = bytes(data[start : start + size])
+    if checksum(kind, payload) != crc:
+        raise Torn("checksum differs")
+    record = Record.decode(payload)
+    if record.kind != kind:
+        raise Torn(f"kind {kind} in the frame, {record.kind} within")
+    return record, start + size

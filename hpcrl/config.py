@@ -1,7 +1,7 @@
 """Configuration: TOML to one frozen tree.
 
-Owns every default, the file format (`include`, `--set`), and the errors that a wrong key or value gives. Nothing else in
-hpcrl reads a TOML file; nothing here reads the environment.
+Owns every default, the file format (`include`, `--set`), and the errors that a wrong key or value gives. Nothing else
+in hpcrl reads a TOML file; nothing here reads the environment.
 
     load(path, sets) -> Config -> dump() -> config.json in the run folder -> load_resolved()
 """

@@ -11,7 +11,7 @@ import enum
 import hashlib
 import json
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
@@ -244,6 +244,16 @@ class Ended:
     num_calls: int = 0
     num_valid_calls: int = 0
     fault: Fault | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, row: Mapping[str, Any]) -> Ended:
+        fault = row["fault"]
+        if fault is not None:
+            fault = Fault(cause=Cause(fault["cause"]), where=fault["where"], message=fault["message"])
+        return cls(**{**row, "status": State(row["status"]), "fault": fault})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

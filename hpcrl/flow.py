@@ -1,0 +1,697 @@
+"""Decisions only: what is admitted, where it runs, what is retried, which weights an engine loads, when a run is over.
+
+A state machine without I/O, clock or Dask: events in, instructions out. The driver turns the world into events and
+carries out the instructions; a restarted control builds the same state again from the run folder (`Restored`).
+
+    events   HostJoined HostLeft SandboxJoined SandboxLeft EngineChanged LoadDone
+             AttemptEnded AttemptLost Published Updated StopAsked Tick
+    -> Flow.handle(event, now) ->
+    instructions   Start Abandon WriteLedger Load Promote RecordEvaluation Finish
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from hpcrl.config import Config, Phase
+from hpcrl.types import Cause, Ended, Entry, Fault, Sampling, State, Task, Ticket, TrajectoryKind
+
+# A restarted control waits this long for hosts to claim the trajectories that they still run.
+CLAIM_S = 10.0
+
+
+class Tasks(Protocol):
+    """The run's tasks by number: the same number is the same task in every life of control."""
+
+    def train(self, phase: int, number: int) -> Task: ...
+
+    def heldout(self, number: int) -> Task: ...
+
+
+# ---- events -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostJoined:
+    host: str  # address
+    node: str
+    capacity: int  # trajectories
+    held: Sequence[tuple[str, int]]  # (trajectory, attempt) that it runs or has ended and not yet reported
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostLeft:
+    host: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SandboxJoined:
+    sandbox: str  # address
+    capacity: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SandboxLeft:
+    sandbox: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineChanged:
+    node: str
+    ready: bool
+    version: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadDone:
+    node: str
+    version: int
+    ok: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttemptEnded:
+    ended: Ended
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttemptLost:
+    """The host went, or the Dask task that was attached to the loop failed."""
+
+    trajectory: str
+    attempt: int
+    message: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Published:
+    version: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Updated:
+    """The learner made an optimizer step."""
+
+    phase: str
+    phase_update: int  # updates of this phase done, this one included
+    version: int  # published with it; -1: none
+    num_trajectories: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StopAsked:
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tick:
+    pass
+
+
+Event = (
+    HostJoined | HostLeft | SandboxJoined | SandboxLeft | EngineChanged | LoadDone
+    | AttemptEnded | AttemptLost | Published | Updated | StopAsked | Tick
+)  # fmt: skip
+
+
+# ---- instructions -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    ticket: Ticket
+    host: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Abandon:
+    """The loop of this attempt (or an older one) is to end without a trace beyond its CANCELLED record."""
+
+    trajectory: str
+    attempt: int
+    host: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WriteLedger:
+    entries: tuple[Entry, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    node: str
+    version: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Promote:
+    version: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordEvaluation:
+    result: EvaluationResult
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finish:
+    outcome: str  # "done" or why the run stopped
+
+
+Instruction = Start | Abandon | WriteLedger | Load | Promote | RecordEvaluation | Finish
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationResult:
+    name: str
+    version: int
+    tasks: int  # scored
+    successes: int
+    reward: float  # mean
+    failed: int  # lost to faults, in no score
+
+
+# ---- state ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Open:
+    """A trajectory that has not ended."""
+
+    ticket: Ticket
+    host: str = ""  # where its attempt runs; "" while pending
+    not_before: float = 0.0
+    claim_until: float = 0.0  # restored: may still run on a host that has not joined yet
+    faults: Counter[Cause] = field(default_factory=Counter)
+
+
+@dataclass(slots=True)
+class Group:
+    phase: str
+    size: int
+    ended: list[Ended] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Place:
+    capacity: int
+    node: str = ""
+    used: int = 0
+
+
+@dataclass(slots=True)
+class Node:
+    ready: bool
+    version: int
+    loading: int = -1
+    refused: int = -1  # newest version whose check failed here
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restored:
+    """What the run folder says of a run's earlier life."""
+
+    ledgered: Mapping[str, int] = field(default_factory=dict)  # phase -> entries in the ledger
+    trained: Mapping[str, int] = field(default_factory=dict)  # phase -> trajectories trained
+    updates: Mapping[str, int] = field(default_factory=dict)  # phase -> updates done
+    versions: Mapping[str, int] = field(default_factory=dict)  # phase -> last version published in it
+    newest: int = -1  # newest version published
+    groups_done: frozenset[str] = frozenset()  # groups in the ledger
+    ended: Mapping[str, Ended] = field(default_factory=dict)  # trajectory -> its end, for groups not in the ledger
+    attempts: Mapping[str, int] = field(default_factory=dict)  # open trajectory -> highest attempt so far
+    num_groups: Mapping[str, int] = field(default_factory=dict)  # phase -> groups ever opened
+    evaluations: Mapping[str, EvaluationResult] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Counts:
+    """Every admitted trajectory is counted exactly once: admitted = ended by status + open."""
+
+    admitted: int = 0
+    status: Counter[str] = field(default_factory=Counter)
+    faults: Counter[str] = field(default_factory=Counter)
+    steps: int = 0
+    sampled: int = 0
+    calls: int = 0
+    valid_calls: int = 0
+
+
+class Flow:
+    def __init__(self, config: Config, tasks: Tasks, restored: Restored, *, incarnation: int, now: float) -> None:
+        self.config = config
+        self.tasks = tasks
+        self.incarnation = incarnation
+        self.hosts: dict[str, Place] = {}
+        self.sandboxes: dict[str, Place] = {}
+        self.nodes: dict[str, Node] = {}
+        self.open: dict[str, Open] = {}
+        self.pending: deque[str] = deque()
+        self.groups: dict[str, Group] = {}
+        self.updates = Counter(restored.updates)
+        self.trained = Counter(restored.trained)
+        self.ledgered = Counter(restored.ledgered)
+        self.versions = dict(restored.versions)
+        self.num_groups = Counter(restored.num_groups)
+        self.newest = restored.newest
+        self.promoted = -1
+        self.evaluations = dict(restored.evaluations)
+        self.evaluating: tuple[str, int] | None = None  # (name, version) of the evaluation under way
+        self.eval_ended: list[Ended] = []
+        self.eval_failed = 0
+        self.counts = Counts()
+        self.recent: deque[float] = deque(maxlen=256)  # rewards of the latest scored training trajectories
+        self.finished = False
+        self.backlog: list[Instruction] = []  # what restoring found to be done
+        self._restored = restored
+        self._restore_groups(now)
+
+    # -- the one entry point --
+
+    def handle(self, event: Event, now: float) -> list[Instruction]:
+        if self.finished:
+            return []
+        match event:
+            case HostJoined():
+                out = self._host_joined(event, now)
+            case HostLeft(host=host):
+                out = self._host_left(host, now)
+            case SandboxJoined(sandbox=sandbox, capacity=capacity):
+                place = self.sandboxes.setdefault(sandbox, Place(capacity))
+                place.capacity = capacity
+                out = []
+            case SandboxLeft(sandbox=sandbox):
+                self.sandboxes.pop(sandbox, None)  # its trajectories report the fault themselves
+                out = []
+            case EngineChanged(node=node, ready=ready, version=version):
+                known = self.nodes.setdefault(node, Node(ready, version))
+                known.ready, known.version = ready, version
+                out = []
+            case LoadDone():
+                out = self._load_done(event)
+            case AttemptEnded(ended=ended):
+                out = self._attempt_ended(ended, now)
+            case AttemptLost(trajectory=trajectory, attempt=attempt, message=message):
+                fault = Fault(cause=Cause.PLATFORM, where="host", message=message)
+                out = self._retry(trajectory, attempt, fault, now)
+            case Published(version=version):
+                self.newest = max(self.newest, version)
+                out = []
+            case Updated():
+                out = self._updated(event)
+            case StopAsked(reason=reason):
+                self.finished = True
+                return [Finish(outcome=reason)]
+            case Tick():
+                out = self._claims_expired(now)
+        out, self.backlog = self.backlog + out, []
+        out += self._evaluate()
+        out += self._load()
+        out += self._fill(now)
+        out += self._over()
+        return out
+
+    # -- phases --
+
+    @property
+    def phase(self) -> Phase | None:
+        """The phase that trajectories are made for now; None when all are done."""
+        return next((phase for phase in self.config.phase if self.updates[phase.name] < phase.updates), None)
+
+    def _base_version(self, phase: Phase) -> int:
+        """The version that the phase starts from: the last one of the phase before it."""
+        names = [row.name for row in self.config.phase]
+        before = names[: names.index(phase.name)]
+        return max((self.versions.get(name, 0) for name in before), default=0)
+
+    def _updated(self, event: Updated) -> list[Instruction]:
+        self.updates[event.phase] = event.phase_update
+        self.trained[event.phase] += event.num_trajectories
+        if event.version >= 0:
+            self.versions[event.phase] = event.version
+            self.newest = max(self.newest, event.version)
+        current = self.phase
+        done = [row.name for row in self.config.phase if row is not current and self.updates[row.name] >= row.updates]
+        self.groups = {key: group for key, group in self.groups.items() if group.phase not in done}
+        out: list[Instruction] = []
+        for key, row in list(self.open.items()):
+            if row.ticket.kind != "eval" and row.ticket.phase in done:
+                if row.host:
+                    out.append(Abandon(trajectory=key, attempt=row.ticket.attempt, host=row.host))
+                self._release(row)
+                del self.open[key]
+                self.counts.status[State.CANCELLED] += 1
+        return out
+
+    # -- admission --
+
+    def _room_in_phase(self, phase: Phase) -> int:
+        """How many more trajectories may be opened: what training needs, and what lag allows."""
+        open_now = sum(row.ticket.phase == phase.name and row.ticket.kind != "eval" for row in self.open.values())
+        waiting = self.ledgered[phase.name] - self.trained[phase.name]
+        updates = self.updates[phase.name]
+        batch = phase.trajectories
+        if not batch:  # the trigger counts something else: go by what an update took so far
+            batch = self.trained[phase.name] // updates if updates else phase.group_size * 4
+            needed = batch * (phase.updates - updates) - waiting - open_now
+        else:
+            needed = phase.updates * batch - self.trained[phase.name] - waiting - open_now
+        if phase.from_expert:
+            return needed
+        # What is opened now is trained after what waits: it may be at most max_lag updates behind by then.
+        return min(needed, batch * (1 + phase.max_lag) - waiting - open_now)
+
+    def _fill(self, now: float) -> list[Instruction]:
+        out: list[Instruction] = []
+        for _ in range(len(self.pending)):
+            key = self.pending.popleft()
+            row = self.open.get(key)
+            if row is None or row.host:
+                continue
+            start = self._place(row, now)
+            if start is None:
+                self.pending.append(key)
+            else:
+                out.append(start)
+        phase = self.phase
+        while phase is not None and not self._eval_waits():
+            if self._room_in_phase(phase) <= 0 or not self._host_for(phase.from_expert, self._base_version(phase), -1):
+                break
+            if self._needs_sandbox and not self._sandbox():
+                break
+            for key in self._open_group(phase, self.num_groups[phase.name]):
+                start = self._place(self.open[key], now)
+                if start is None:
+                    self.pending.append(key)
+                else:
+                    out.append(start)
+        return out
+
+    def _eval_waits(self) -> bool:
+        """Evaluation goes first: while some of it is pending, nothing new is admitted for training."""
+        return any(key in self.open and self.open[key].ticket.kind == "eval" for key in self.pending)
+
+    def _open_group(self, phase: Phase, number: int) -> list[str]:
+        index = self.config.phase.index(phase)
+        self.num_groups[phase.name] = max(self.num_groups[phase.name], number + 1)
+        task = self.tasks.train(index, number)
+        group = f"{task.id}.p{index}n{number}"
+        self.groups[group] = Group(phase.name, phase.group_size)
+        keys = []
+        for member in range(phase.group_size):
+            kind: TrajectoryKind = "expert" if phase.from_expert else "train"
+            keys.append(self._admit(kind, task, group, member, phase.name, self.config.sampling.temperature))
+        return keys
+
+    def _admit(
+        self,
+        kind: TrajectoryKind,
+        task: Task,
+        group: str,
+        member: int,
+        phase: str,
+        temperature: float,
+        pinned: int = -1,
+    ) -> str:
+        trajectory = f"{group}.{member}"
+        seed = int.from_bytes(hashlib.sha256(f"{self.config.seed}/{trajectory}".encode()).digest()[:4], "big") >> 1
+        sampling = self.config.sampling
+        ticket = Ticket(
+            trajectory=trajectory, attempt=1, kind=kind, task=task, group=group, member=member, phase=phase, seed=seed,
+            sampling=Sampling(temperature=temperature, max_tokens=sampling.max_tokens, seed=seed),
+            max_steps=sampling.max_steps, max_context=sampling.max_context, deadline_s=sampling.deadline_s,
+            incarnation=self.incarnation, pinned=pinned,
+        )  # fmt: skip
+        self.open[trajectory] = Open(ticket)
+        self.counts.admitted += 1
+        return trajectory
+
+    # -- placement --
+
+    @property
+    def _needs_sandbox(self) -> bool:
+        return any(pool.jobs for pool in self.config.sandbox)
+
+    def _host_for(self, any_engine: bool, least: int, exactly: int) -> str:
+        """The host with most room whose engine is ready at version >= `least` (and == `exactly`, unless that is -1)."""
+        best, most = "", 0
+        for address, place in self.hosts.items():
+            node = self.nodes.get(place.node)
+            fits = any_engine or (
+                node is not None and node.ready and node.version >= least and exactly in (-1, node.version)
+                and (exactly == -1 or node.loading == -1)
+            )  # fmt: skip
+            if fits and place.capacity - place.used > most:
+                best, most = address, place.capacity - place.used
+        return best
+
+    def _sandbox(self) -> str:
+        free = {address: place.capacity - place.used for address, place in self.sandboxes.items()}
+        best = max(free, key=lambda address: free[address], default="")
+        return best if best and free[best] > 0 else ""
+
+    def _place(self, row: Open, now: float) -> Start | None:
+        if now < row.not_before or now < row.claim_until:
+            return None
+        ticket = row.ticket
+        verdict = ticket.verdict is not None
+        least = 0
+        if ticket.kind == "train":
+            least = self._base_version(self.config.phase_named(ticket.phase))
+        host = self._host_for(ticket.kind == "expert" or verdict, least, ticket.pinned)
+        sandbox = self._sandbox() if self._needs_sandbox and not verdict else ""
+        if not host or (self._needs_sandbox and not verdict and not sandbox):
+            return None
+        row.ticket = replace(ticket, sandbox=sandbox)
+        row.host = host
+        self.hosts[host].used += 1
+        if sandbox:
+            self.sandboxes[sandbox].used += 1
+        return Start(ticket=row.ticket, host=host)
+
+    def _release(self, row: Open) -> None:
+        if row.host and row.host in self.hosts:
+            self.hosts[row.host].used -= 1
+        if row.host and row.ticket.sandbox in self.sandboxes:
+            self.sandboxes[row.ticket.sandbox].used -= 1
+        row.host = ""
+
+    # -- hosts --
+
+    def _host_joined(self, event: HostJoined, now: float) -> list[Instruction]:
+        place = self.hosts[event.host] = Place(event.capacity, event.node)
+        out: list[Instruction] = []
+        for trajectory, attempt in event.held:
+            row = self.open.get(trajectory)
+            current = row.ticket.attempt if row else 0
+            if row is None or row.host or attempt < current:
+                out.append(Abandon(trajectory=trajectory, attempt=attempt, host=event.host))
+                continue
+            # The loop went on while control was away: attach to it again, under the attempt that it has.
+            row.ticket = replace(row.ticket, attempt=attempt)
+            row.host, row.claim_until = event.host, 0.0
+            place.used += 1
+            out.append(Start(ticket=row.ticket, host=event.host))
+        return out
+
+    def _host_left(self, host: str, now: float) -> list[Instruction]:
+        self.hosts.pop(host, None)
+        fault = Fault(cause=Cause.PLATFORM, where=host, message="the host process went away")
+        for key in [key for key, row in self.open.items() if row.host == host]:
+            self._retry(key, self.open[key].ticket.attempt, fault, now)
+        return []
+
+    def _claims_expired(self, now: float) -> list[Instruction]:
+        for row in self.open.values():
+            if row.claim_until and now >= row.claim_until:
+                row.claim_until = 0.0
+                row.ticket = replace(row.ticket, attempt=row.ticket.attempt + 1)
+        return []
+
+    # -- ends --
+
+    def _attempt_ended(self, ended: Ended, now: float) -> list[Instruction]:
+        row = self.open.get(ended.trajectory)
+        if row is None or row.ticket.attempt != ended.attempt:
+            return []  # a late word of an attempt that was given up
+        if not ended.status.terminal:
+            fault = ended.fault or Fault(cause=Cause.PLATFORM, where="host", message="ended without an end")
+            return self._retry(ended.trajectory, ended.attempt, fault, now)
+        self._release(row)
+        del self.open[ended.trajectory]
+        return self._count_end(ended)
+
+    def _count_end(self, ended: Ended) -> list[Instruction]:
+        counts = self.counts
+        counts.status[ended.status] += 1
+        counts.steps += ended.num_steps
+        counts.sampled += ended.num_sampled
+        if ended.kind != "expert":
+            counts.calls += ended.num_calls
+            counts.valid_calls += ended.num_valid_calls
+        if ended.kind == "eval":
+            self._eval_end(ended)
+            return []
+        if ended.rewards and ended.kind == "train":
+            self.recent.append(sum(ended.rewards.values()))
+        group = self.groups.get(ended.group)
+        if group is None:
+            return []
+        group.ended.append(ended)
+        if len(group.ended) < group.size:
+            return []
+        del self.groups[ended.group]
+        return self._score_group(group)
+
+    def _score_group(self, group: Group) -> list[Instruction]:
+        """All members ended: those with a reward go to the ledger together, in member order."""
+        scored = sorted(
+            (ended for ended in group.ended if ended.rewards and ended.status in (State.COMPLETED, State.TRUNCATED)),
+            key=lambda ended: ended.trajectory,
+        )
+        if len(scored) < min(2, group.size):
+            return []  # no baseline to be had
+        entries = tuple(
+            Entry(
+                trajectory=ended.trajectory, attempt=ended.attempt, head=ended.head, group=ended.group,
+                phase=ended.phase, reward=sum(ended.rewards.values()), num_tokens=ended.num_tokens,
+                num_sampled=ended.num_sampled, num_steps=ended.num_steps, min_version=ended.min_version,
+            )
+            for ended in scored
+        )  # fmt: skip
+        self.ledgered[group.phase] += len(entries)
+        return [WriteLedger(entries=entries)]
+
+    def _retry(self, trajectory: str, attempt: int, fault: Fault, now: float) -> list[Instruction]:
+        """Take the trajectory up again, or give it up when its cause has used its budget."""
+        row = self.open.get(trajectory)
+        if row is None or row.ticket.attempt != attempt or not row.host:
+            return []
+        self._release(row)
+        self.counts.faults[fault.cause] += 1
+        row.faults[fault.cause] += 1
+        tries = row.faults[fault.cause]
+        budget = getattr(self.config.retries, fault.cause.value, 0)
+        verdict = fault if tries > budget else None
+        row.ticket = replace(row.ticket, attempt=attempt + 1, verdict=verdict, sandbox="")
+        row.not_before = now + min(0.25 * 2 ** (tries - 1), 30.0)
+        self.pending.appendleft(trajectory)
+        return []
+
+    # -- evaluation --
+
+    def _boundaries(self) -> Iterator[tuple[str, int]]:
+        """(name, version) of each evaluation that is due: at the start, and at the end of each phase."""
+        if self.newest >= 0:
+            yield "before", 0
+        for phase in self.config.phase:
+            if self.updates[phase.name] < phase.updates or phase.name not in self.versions:
+                return
+            yield f"after_{phase.name}", self.versions[phase.name]
+
+    def _evaluate(self) -> list[Instruction]:
+        wanted = self.config.evaluation.tasks
+        if self.evaluating:
+            name, version = self.evaluating
+            if len(self.eval_ended) + self.eval_failed < wanted:
+                return []
+            scores = [sum(ended.rewards.values()) for ended in self.eval_ended]
+            result = EvaluationResult(
+                name=name, version=version, tasks=len(scores), failed=self.eval_failed,
+                successes=sum(ended.rewards.get("outcome", 0.0) >= 1.0 for ended in self.eval_ended),
+                reward=sum(scores) / max(1, len(scores)),
+            )  # fmt: skip
+            self.evaluations[name] = result
+            self.evaluating = None
+            return [RecordEvaluation(result=result)]
+        due = next(((name, version) for name, version in self._boundaries() if name not in self.evaluations), None)
+        if due is None or not wanted:
+            return []
+        self.evaluating, (name, version) = due, due
+        self.eval_ended, self.eval_failed = [], 0
+        for number in range(wanted):
+            task = self.tasks.heldout(number)
+            group = f"{task.id}.{name}-{number}"
+            key = self._admit("eval", task, group, 0, name, self.config.evaluation.temperature, version)
+            ended = self._restored.ended.get(key)
+            if ended is not None:
+                del self.open[key]
+                self._count_end(ended)
+            else:
+                self._reopen(key)
+        return []
+
+    def _eval_end(self, ended: Ended) -> None:
+        if self.evaluating is None or ended.phase != self.evaluating[0]:
+            return
+        if ended.rewards and ended.status in (State.COMPLETED, State.TRUNCATED):
+            self.eval_ended.append(ended)
+        else:
+            self.eval_failed += 1
+
+    # -- weights --
+
+    def _load(self) -> list[Instruction]:
+        """Bring each engine to the version that is wanted: an evaluation's, else the newest."""
+        target = self.evaluating[1] if self.evaluating else self.newest
+        out: list[Instruction] = []
+        for name, node in self.nodes.items():
+            if node.ready and node.loading < 0 and 0 <= target != node.version and target != node.refused:
+                node.loading = target
+                out.append(Load(node=name, version=target))
+        return out
+
+    def _load_done(self, event: LoadDone) -> list[Instruction]:
+        node = self.nodes.get(event.node)
+        if node is None:
+            return []
+        node.loading = -1
+        if not event.ok:
+            node.refused = event.version
+            return []
+        node.version = event.version
+        if event.version > self.promoted:
+            self.promoted = event.version
+            return [Promote(version=event.version)]
+        return []
+
+    # -- the end --
+
+    def _over(self) -> list[Instruction]:
+        if self.phase is not None or self.evaluating or self.open:
+            return []
+        if self.config.evaluation.tasks and any(name not in self.evaluations for name, _ in self._boundaries()):
+            return []
+        self.finished = True
+        return [Finish(outcome="done")]
+
+    # -- restoring --
+
+    def _reopen(self, key: str) -> None:
+        """Queue a trajectory; one that an earlier life began goes on as its next attempt, unless a host claims it."""
+        row = self.open[key]
+        attempt = self._restored.attempts.get(key, 0)
+        if attempt:
+            row.ticket = replace(row.ticket, attempt=attempt)
+            row.claim_until = self._claim_until
+        self.pending.append(key)
+
+    def _restore_groups(self, now: float) -> None:
+        self._claim_until = now + CLAIM_S
+        phase = self.phase
+        if phase is None:
+            return
+        for number in range(self._restored.num_groups.get(phase.name, 0)):
+            index = self.config.phase.index(phase)
+            if f"{self.tasks.train(index, number).id}.p{index}n{number}" in self._restored.groups_done:
+                continue
+            for key in self._open_group(phase, number):
+                ended = self._restored.ended.get(key)
+                if ended is None:
+                    self._reopen(key)
+                    continue
+                del self.open[key]
+                self.backlog += self._count_end(ended)

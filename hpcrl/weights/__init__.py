@@ -1,0 +1,1 @@
+"""Versions of the weights: publish (the learner), load and check (engines), prune."""

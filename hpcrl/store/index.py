@@ -1,4 +1,4 @@
-"""The reader of a run's store: an index over shards and segments, derived from them, held in memory, never the truth."""
+"""The reader of a run's store: an index over shards and segments, derived from them, in memory, never the truth."""
 
 from __future__ import annotations
 

@@ -1,0 +1,208 @@
+"""From hosts to their node's log, over a Unix socket: many appends, few bytes and wake-ups.
+
+on connecting, owner -> host: length u32, node name
+host -> owner: length u32, whole frames (all that one loop tick queued)
+owner -> host, for each batch in turn: errno i32 (0: durable), segment u32, offset u64 of the batch's first frame
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import struct
+from collections import deque
+from collections.abc import Sequence
+from errno import EIO
+from pathlib import Path
+
+from hpcrl.store.log import Log, Place
+from hpcrl.store.records import Kind, Record
+from hpcrl.types import Receipt
+
+_LENGTH = struct.Struct("<I")
+_ANSWER = struct.Struct("<iIQ")
+
+_Sent = list[tuple[Record, int, asyncio.Future[Receipt]]]  # record, bytes of its frame, the future given out
+
+
+class LogServer:
+    """Lets this node's hosts append to the log. Stop it before the log closes."""
+
+    def __init__(self, log: Log, socket_path: Path) -> None:
+        self._log, self._path = log, socket_path
+        self._server: asyncio.Server | None = None
+        self._hosts: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> None:
+        old = os.umask(0o177)
+        try:
+            self._server = await asyncio.start_unix_server(self._serve, self._path)
+        finally:
+            os.umask(old)
+
+    async def close(self) -> None:
+        """Answer what was received, then hang up."""
+        if self._server is not None:
+            self._server.close()
+            for task in self._hosts:
+                task.cancel()
+            await asyncio.gather(*self._hosts, return_exceptions=True)
+            self._path.unlink(missing_ok=True)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._hosts.add(task)
+        name = self._log.node.encode()
+        answers: asyncio.Queue[asyncio.Future[list[Place]] | None] = asyncio.Queue()
+        answering = asyncio.create_task(self._answer(answers, writer))
+        try:
+            writer.write(_LENGTH.pack(len(name)) + name)
+            while True:
+                (size,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
+                answers.put_nowait(self._log.submit([await reader.readexactly(size)]))
+        except (asyncio.IncompleteReadError, OSError):
+            pass  # the host is gone (or the log is closed); what it had sent whole is committed all the same
+        except asyncio.CancelledError:
+            pass  # by `close`, which waits for us
+        finally:
+            answers.put_nowait(None)
+            await answering
+            writer.close()
+            self._hosts.discard(task)
+
+    async def _answer(
+        self, answers: asyncio.Queue[asyncio.Future[list[Place]] | None], writer: asyncio.StreamWriter
+    ) -> None:
+        while (future := await answers.get()) is not None:
+            try:
+                ((segment, offset),) = await future
+                answer = _ANSWER.pack(0, segment, offset)
+            except OSError as error:
+                answer = _ANSWER.pack(error.errno or EIO, 0, 0)
+            with contextlib.suppress(OSError):
+                writer.write(answer)
+                await writer.drain()
+
+
+class LogClient:
+    """A host's side. `async with LogClient(path) as log: receipt = await log.append(record)`.
+
+    Make it in a running loop. `closed` resolves when the owner is gone.
+    """
+
+    _PROMPTS = 4096  # remembered, so that a group's prompt is stored once
+
+    def __init__(self, socket_path: Path) -> None:
+        self._path = socket_path
+        self.node = ""
+        self.closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._queue: _Sent = []
+        self._frames: list[bytes] = []
+        self._sent: deque[_Sent] = deque()
+        self._prompts: dict[str, asyncio.Future[Receipt]] = {}
+        self._task: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> LogClient:
+        await self.connect()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def connect(self) -> None:
+        """Raises OSError when no owner listens."""
+        reader, self._writer = await asyncio.open_unix_connection(self._path)
+        (size,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
+        self.node = (await reader.readexactly(size)).decode()
+        self._task = asyncio.create_task(self._receive(reader), name="log client")
+
+    def append(self, record: Record) -> asyncio.Future[Receipt]:
+        """Send a record; the future resolves when it is durable.
+
+        It fails with OSError when the log couldn't store it, with ConnectionError when the owner went away (then it may
+        be stored or not: append it again to the next owner, equal records count once). Records become durable in the
+        order of the calls. Raises TypeError or ValueError at once when the record's meta is not JSON.
+        """
+        known = self._prompts.get(record.hash) if record.kind is Kind.PROMPT else None
+        if known is not None and not (known.done() and (known.cancelled() or known.exception())):
+            return known
+        frame = record.frame()
+        future: asyncio.Future[Receipt] = asyncio.get_running_loop().create_future()
+        if self.closed.done():
+            future.set_exception(ConnectionError("the log's owner is gone"))
+            return future
+        if record.kind is Kind.PROMPT:
+            self._prompts[record.hash] = future
+            if len(self._prompts) > self._PROMPTS:
+                del self._prompts[next(iter(self._prompts))]
+        if not self._queue:
+            asyncio.get_running_loop().call_soon(self._send)
+        self._queue.append((record, len(frame), future))
+        self._frames.append(frame)
+        return future
+
+    async def flush(self) -> None:
+        """Wait until what was appended is durable. Raises the first of the errors, if any failed."""
+        futures = [future for batch in (*self._sent, self._queue) for _, _, future in batch]
+        for result in await asyncio.gather(*futures, return_exceptions=True):
+            if isinstance(result, BaseException):
+                raise result
+
+    async def close(self) -> None:
+        """Flush (errors stay with their futures) and hang up."""
+        if self._task is not None:
+            with contextlib.suppress(OSError):
+                await self.flush()
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    def _send(self) -> None:
+        batch, self._queue = self._queue, []
+        frames, self._frames = self._frames, []
+        if self.closed.done():
+            self._fail([batch])
+            return
+        self._sent.append(batch)
+        self._writer.writelines([_LENGTH.pack(sum(map(len, frames))), *frames])
+
+    async def _receive(self, reader: asyncio.StreamReader) -> None:
+        try:
+            while True:
+                number, segment, offset = _ANSWER.unpack(await reader.readexactly(_ANSWER.size))
+                for record, size, future in self._sent.popleft():
+                    if future.done():
+                        pass
+                    elif number:
+                        future.set_exception(OSError(number, os.strerror(number), f"log of {self.node}"))
+                    else:
+                        future.set_result(_receipt(record, self.node, segment, offset))
+                    offset += size
+        except (asyncio.IncompleteReadError, OSError):
+            pass
+        finally:
+            if not self.closed.done():
+                self.closed.set_result(None)
+            self._fail([*self._sent, self._queue])
+            self._sent.clear()
+            self._writer.close()
+
+    def _fail(self, batches: Sequence[_Sent]) -> None:
+        for batch in batches:
+            for _, _, future in batch:
+                if not future.done():
+                    future.set_exception(ConnectionError("the log's owner is gone"))
+
+
+def _receipt(record: Record, node: str, segment: int, offset: int) -> Receipt:
+    return Receipt(
+        trajectory=record.trajectory,
+        attempt=record.attempt,
+        step=record.step,
+        kind=record.kind.name,
+        hash=record.hash,
+        node=node,
+        segment=segment,
+        offset=offset,
+    )

@@ -1,0 +1,241 @@
+r"""The node's log: where a record becomes durable. One owner (the supervisor), fed by its hosts (link.py).
+
+    append --\                                                     /--> where it lies
+    append ----> one writev and one fdatasync for all that wait ------> where it lies          (in this order, always)
+    append --/                                                     \--> where it lies
+
+A segment opens with its first record and closes at a size or an age, or when asked; readers of other nodes touch
+closed ones only. After any failure to write or sync, everything that waits gets the OSError, the segment is closed at
+the last byte that a sync had confirmed, and the next append starts a new one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from errno import EIO
+from pathlib import Path
+from typing import Any, TypeVar
+
+from hpcrl.layout import sync_folder
+from hpcrl.store.records import Torn
+from hpcrl.store.segment import OPEN, close_name, create, name_parts, read_header, recover, segments
+from hpcrl.types import StoreError
+
+logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+Place = tuple[int, int]  # (segment number, byte offset in it)
+_IOV_MAX = 1000
+
+
+class _Segment:
+    """The segment being written. Used by the commit thread alone."""
+
+    def __init__(self, folder: Path, node: str, now: float) -> None:
+        self.path, self._fd, header, self._header = create(folder, node)
+        self.number = header.number
+        self.end = 0  # bytes that a sync has confirmed
+        self.since = now
+
+    def commit(self, frames: Sequence[bytes]) -> list[Place]:
+        offset = self.end or len(self._header)
+        places = []
+        for frame in frames:
+            places.append((self.number, offset))
+            offset += len(frame)
+        _write(self._fd, frames if self.end else [self._header, *frames])
+        os.fdatasync(self._fd)
+        if not self.end:
+            sync_folder(self.path.parent)  # the name must be as durable as what it names
+        self.end = offset
+        return places
+
+    def close(self) -> None:
+        os.fsync(self._fd)
+        self.drop()
+        close_name(self.path)
+
+    def drop(self) -> None:
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            with contextlib.suppress(OSError):
+                os.close(fd)
+
+
+def _write(fd: int, frames: Sequence[bytes]) -> None:
+    for start in range(0, len(frames), _IOV_MAX):
+        batch = frames[start : start + _IOV_MAX]
+        written = os.writev(fd, batch)
+        if written != sum(map(len, batch)):
+            rest = memoryview(b"".join(batch))[written:]
+            while rest:
+                rest = rest[os.write(fd, rest) :]
+
+
+class Log:
+    """The owner's side. One instance per node and run folder: StoreError when another live process owns the node's log.
+
+    `commit_interval_s` is the least time between the starts of two syncs; an append that comes later than that after
+    the last sync waits for nothing but its own.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        node: str,
+        *,
+        segment_bytes: int,
+        segment_age_s: float,
+        commit_interval_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.folder, self.node = folder, node
+        self.num_syncs = 0
+        self._bytes, self._age_s, self._interval_s, self._clock = segment_bytes, segment_age_s, commit_interval_s, clock
+        self._segment: _Segment | None = None
+        self._broken: dict[Path, int] = {}  # segments that failed -> their confirmed end; still to be closed
+        self._waiting: list[tuple[Sequence[bytes], asyncio.Future[list[Place]]]] = []
+        self._wake = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self._synced_at = -float("inf")
+        self._closed = False
+        folder.mkdir(parents=True, exist_ok=True)
+        self._recover()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="log")
+
+    def _recover(self) -> None:
+        """Close what a dead owner of this node left open."""
+        for path in segments(self.folder, OPEN):
+            if name_parts(path)[0] != self.node:
+                continue
+            with contextlib.suppress(Torn):
+                owner = read_header(path)[0].owner
+                if owner.lives():
+                    raise StoreError(f"{path}: process {owner.pid} writes this node's log; stop it first")
+            recover(path)
+
+    async def append(self, frames: Sequence[bytes]) -> list[Place]:
+        """Make frames durable; where they lie. Raises OSError when they could not be: then none of them is there."""
+        return await self.submit(frames)
+
+    def submit(self, frames: Sequence[bytes]) -> asyncio.Future[list[Place]]:
+        """`append` without the wait. Frames of one call, and calls in their order, lie one after the other."""
+        if self._closed:
+            raise OSError("the log is closed")
+        future: asyncio.Future[list[Place]] = asyncio.get_running_loop().create_future()
+        self._waiting.append((frames, future))
+        self._wake.set()
+        if self._task is None or self._task.done():
+            self._task = asyncio.create_task(self._run(), name="log")
+        return future
+
+    async def seal(self) -> None:
+        """Close the open segment now, so that other nodes may read it. Raises OSError when that fails."""
+        await self._in_thread(self._close_segment)
+        if self._broken:
+            raise OSError(f"can't close {', '.join(map(str, self._broken))}: see the log")
+
+    async def close(self) -> None:
+        """Commit what waits, close the segment. Raises OSError when the segment can't be closed (its data is safe)."""
+        self._closed = True
+        self._wake.set()
+        if self._task is not None:
+            await self._task
+        try:
+            await self.seal()
+        finally:
+            self._thread.shutdown(wait=False)
+
+    async def _run(self) -> None:
+        """Commits while anything waits or a segment is open; ends when all is quiet."""
+        while self._waiting or (self._segment is not None and not self._closed):
+            if not self._waiting:
+                self._wake.clear()
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._wake.wait(), self._left_s())
+            if self._waiting:
+                pause = self._synced_at + self._interval_s - self._clock()
+                if pause > 0 and not self._closed:
+                    await asyncio.sleep(pause)
+                await self._commit()
+            if self._segment is not None and (self._segment.end >= self._bytes or self._left_s() <= 0):
+                await self._in_thread(self._close_segment)
+
+    def _left_s(self) -> float:
+        return self._segment.since + self._age_s - self._clock() if self._segment else 0.0
+
+    async def _commit(self) -> None:
+        batch, self._waiting = self._waiting, []
+        self._synced_at = self._clock()
+        try:
+            places = await self._in_thread(self._write, [frame for frames, _ in batch for frame in frames])
+        except Exception as error:
+            for _, future in batch:
+                if not future.done():
+                    future.set_exception(OSError(getattr(error, "errno", 0) or EIO, str(error)))
+            if not isinstance(error, OSError):
+                raise
+            return
+        start = 0
+        for frames, future in batch:
+            if not future.done():
+                future.set_result(places[start : start + len(frames)])
+            start += len(frames)
+
+    async def _in_thread(self, call: Callable[..., _T], *args: Any) -> _T:
+        # Shielded: a cancelled caller must not leave the thread's result unseen.
+        return await asyncio.shield(asyncio.get_running_loop().run_in_executor(self._thread, call, *args))
+
+    # ---- in the commit thread
+
+    def _write(self, frames: Sequence[bytes]) -> list[Place]:
+        if self._segment is None:
+            self._mend()
+            self._segment = _Segment(self.folder, self.node, self._clock())
+        segment = self._segment
+        try:
+            places = segment.commit(frames)
+        except OSError as error:
+            # What the failed sync covered may be lost though the kernel now calls it clean: this descriptor is done.
+            logger.error("%s: %s; closing it at byte %d", segment.path, error, segment.end)
+            self._break(segment)
+            raise
+        self.num_syncs += 1
+        return places
+
+    def _close_segment(self) -> None:
+        segment = self._segment
+        if segment is not None:
+            try:
+                segment.close()
+                self._segment = None
+            except OSError as error:
+                logger.error("%s: can't be closed yet: %s", segment.path, error)
+                self._break(segment)
+        self._mend()
+
+    def _break(self, segment: _Segment) -> None:
+        segment.drop()
+        self._broken[segment.path] = segment.end
+        self._segment = None
+        self._mend()
+
+    def _mend(self) -> None:
+        """Close segments that failed, at their last confirmed byte; what can't be yet is tried again."""
+        for path, end in list(self._broken.items()):
+            try:
+                if end:
+                    recover(path, end)
+                else:
+                    path.unlink(missing_ok=True)
+                del self._broken[path]
+            except FileNotFoundError:
+                del self._broken[path]  # it was renamed before its folder's sync failed
+            except (OSError, StoreError) as error:
+                logger.error("%s: can't be closed yet: %s", path, error)

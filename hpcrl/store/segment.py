@@ -1,0 +1,213 @@
+"""One segment file: its name, its header, reading it, and making a dead owner's segment whole. Owns no policy.
+
+    <node>-<number>.open   being written by its owner       <node>-<number>.seg   closed, never written again
+    file = magic | header length u32 | header JSON | crc32c of the JSON u32 | frames (records.py)
+
+`<node>.last` holds the highest number that was ever given on the node, so that none comes back after compaction.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import logging
+import os
+import struct
+import uuid
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import google_crc32c
+
+from hpcrl.layout import boot_id, publish, sync_folder
+from hpcrl.store.records import FORMAT, FRAME, Record, Torn, read_frame
+from hpcrl.types import StoreError
+
+logger = logging.getLogger(__name__)
+
+MAGIC = b"hpcrlseg"
+_U32 = struct.Struct("<I")
+OPEN, CLOSED = ".open", ".seg"
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """A process, so that another can tell whether it still lives."""
+
+    pid: int
+    start: int  # clock ticks after boot at which it started: pids come back, this pair doesn't
+    boot: str
+
+    @classmethod
+    def me(cls) -> Owner:
+        return cls(os.getpid(), _start_of(os.getpid()) or 0, boot_id())
+
+    def lives(self) -> bool | None:
+        """None when it ran on another machine or before a reboot: that can't be seen from here."""
+        if self.boot != boot_id():
+            return None
+        return _start_of(self.pid) == self.start
+
+
+def _start_of(pid: int) -> int | None:
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in "ZX" else int(fields[19])
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    node: str
+    number: int
+    uid: str  # of this file, whatever its name: what a shard lists as its source
+    owner: Owner
+    format: int = FORMAT
+
+    def encode(self) -> bytes:
+        text = json.dumps(asdict(self)).encode()
+        return MAGIC + _U32.pack(len(text)) + text + _U32.pack(google_crc32c.value(text))
+
+
+def name_parts(path: Path) -> tuple[str, int]:
+    """(node, number) of a segment file's name."""
+    node, _, number = path.stem.rpartition("-")
+    if not node or not number.isdigit():
+        raise StoreError(f"{path}: not a segment's name (<node>-<number>{CLOSED})")
+    return node, int(number)
+
+
+def segments(folder: Path, suffix: str) -> list[Path]:
+    """The segments with this suffix, by node and number."""
+    return sorted(folder.glob(f"*-*{suffix}"), key=name_parts)
+
+
+def create(folder: Path, node: str) -> tuple[Path, int, Header, bytes]:
+    """Make an open segment: its path, file descriptor, and the header with its bytes, which are still to be written."""
+    last = folder / f"{node}.last"
+    taken = [name_parts(path)[1] for suffix in (OPEN, CLOSED) for path in folder.glob(f"{node}-*{suffix}")]
+    with contextlib.suppress(FileNotFoundError):
+        taken.append(int(last.read_text() or 0))
+    number = max(taken, default=0) + 1
+    publish(last, f"{number}\n")
+    path = folder / f"{node}-{number}{OPEN}"
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+    header = Header(node, number, uuid.uuid4().hex, Owner.me())
+    return path, fd, header, header.encode()
+
+
+def close_name(path: Path) -> Path:
+    """Rename an open segment to its closed name, durably."""
+    closed = path.with_suffix(CLOSED)
+    path.rename(closed)
+    sync_folder(path.parent)
+    return closed
+
+
+def _read(path: Path, start: int = 0, size: int = -1) -> bytes:
+    try:
+        with path.open("rb") as file:
+            file.seek(start)
+            return file.read(size)
+    except OSError as error:
+        if error.errno != errno.ESTALE:
+            raise
+    # A network filesystem says ESTALE once for a name that came to mean another file; by name it is found.
+    with path.open("rb") as file:
+        file.seek(start)
+        return file.read(size)
+
+
+def read_header(path: Path) -> tuple[Header, int]:
+    """The header and the offset of the first frame. Raises Torn when it isn't whole, StoreError when it isn't ours."""
+    data = _read(path, 0, 4096)
+    start = len(MAGIC) + _U32.size
+    if len(data) < start:
+        raise Torn("header cut short")
+    if not data.startswith(MAGIC):
+        raise Torn("no segment header") if not data.strip(b"\0") else StoreError(f"{path}: not a segment")
+    (size,) = _U32.unpack_from(data, len(MAGIC))
+    text = data[start : start + size]
+    if len(data) < start + size + _U32.size:
+        raise Torn("header cut short")
+    if _U32.unpack_from(data, start + size)[0] != google_crc32c.value(text):
+        raise Torn("header's checksum differs")
+    row = json.loads(text)
+    if row["format"] > FORMAT:
+        raise StoreError(f"{path}: format {row['format']}; this hpcrl reads up to {FORMAT}: use a newer one")
+    return Header(**{**row, "owner": Owner(**row["owner"])}), start + size + _U32.size
+
+
+def read_segment(path: Path, start: int | None = None) -> Iterator[tuple[int, Record]]:
+    """(offset, record) from byte `start` on (default: the first frame).
+
+    A closed segment must be whole: StoreError names file and offset of any damage. An open one ends at its torn tail.
+    """
+    is_open = path.suffix == OPEN
+    try:
+        offset = read_header(path)[1] if start is None else start
+    except Torn as torn:
+        if is_open:
+            return
+        raise StoreError(f"{path}: damaged at byte 0: {torn}") from torn
+    base = offset
+    data = memoryview(_read(path, base))
+    while offset - base < len(data):
+        try:
+            record, end = read_frame(data, offset - base)
+        except (Torn, StoreError) as torn:
+            if is_open:
+                return
+            raise StoreError(f"{path}: damaged at byte {offset}: {torn}") from torn
+        yield offset, record
+        offset = base + end
+
+
+def read_at(fd: int, offset: int, name: str) -> Record:
+    """The record of one frame of an open file; `name` for the StoreError that damage raises."""
+    head = os.pread(fd, FRAME.size, offset)
+    try:
+        if len(head) < FRAME.size:
+            raise Torn("header cut short")
+        return read_frame(head + os.pread(fd, FRAME.unpack(head)[0], offset + FRAME.size), 0)[0]
+    except (Torn, StoreError) as torn:
+        raise StoreError(f"{name}: damaged at byte {offset}: {torn}") from torn
+
+
+def recover(path: Path, limit: int | None = None) -> Path | None:
+    """Close an open segment whose owner is gone: trim what is torn or beyond `limit`, sync, rename.
+
+    Returns the closed segment's path, or None when no record was in it (then it is unlinked). What is cut was never
+    acknowledged: acknowledging comes after the sync of everything before it.
+    """
+    size = path.stat().st_size
+    try:
+        end = first = read_header(path)[1]
+        data = memoryview(_read(path))
+        while end < len(data) and (limit is None or end < limit):
+            try:
+                end = read_frame(data, end)[1]
+            except (Torn, StoreError) as torn:
+                if limit is not None:
+                    raise StoreError(f"{path}: damaged at byte {end}, below what was made durable: {torn}") from torn
+                logger.warning("%s: cut %d bytes of a torn tail at byte %d (%s)", path, size - end, end, torn)
+                break
+    except Torn as torn:
+        logger.warning("%s: removed, it holds no whole header (%s; %d bytes)", path, torn, size)
+        end = first = 0
+    if end == first:
+        path.unlink()
+        sync_folder(path.parent)
+        return None
+    if limit is not None and end != limit:
+        raise StoreError(f"{path}: ends at byte {end}, but {limit} bytes were made durable")
+    fd = os.open(path, os.O_RDWR)
+    try:
+        os.ftruncate(fd, end)
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+    return close_name(path)

@@ -1,0 +1,150 @@
+"""What the store's tests share: real records, a run folder, a victim process that writes until it is killed."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hpcrl.layout import RunPaths
+from hpcrl.store.log import Log
+from hpcrl.store.records import Kind, Record, prompt
+
+
+def run_folder(root: Path) -> RunPaths:
+    paths = RunPaths(root)
+    paths.make()
+    paths.config.write_text("{}\n")
+    return paths
+
+
+def open_log(paths: RunPaths, node: str = "n1", **options: Any) -> Log:
+    sizes: dict[str, Any] = {"segment_bytes": 1 << 20, "segment_age_s": 60.0, "commit_interval_s": 0.0}
+    return Log(paths.log, node, **{**sizes, **options})
+
+
+TASK = {"environment": "find", "payload": {"n": 3}, "kind": ""}
+
+
+def adopt(trajectory: str, attempt: int = 1, parent: str = "", step: int = -1) -> Record:
+    meta = {
+        "task": TASK,
+        "kind": "train",
+        "group": "g",
+        "member": 0,
+        "phase": "rl",
+        "seed": 7,
+        "sampling": {},
+        "job": "1",
+        "node": "n1",
+        "incarnation": 1,
+        "wall": 1.0,
+        "mono": 2.0,
+        "boot_id": "b",
+        "state": "",
+    }
+    return Record(kind=Kind.ADOPT, trajectory=trajectory, attempt=attempt, parent=parent, step=step, meta=meta)
+
+
+def act(parent: Record, step: int, ids: list[int], *, root: str = "", version: int = 4, mark: str = "") -> Record:
+    call = {"name": "ls", "arguments": {"path": "."}, "key": f"{step}/0", "legal": True, "effects": "pure"}
+    meta = {
+        "root": root,
+        "tools": [],
+        "calls": [call],
+        "finish_reason": "stop",
+        "seed": 1,
+        "request": mark,
+        "spans": [[version, 0, len(ids)]],
+        "cached_tokens": 0,
+        "queue_s": 0.0,
+        "duration_s": 0.5,
+        "wall": 1.0,
+        "mono": 2.0,
+    }
+    return Record(
+        kind=Kind.ACT,
+        trajectory=parent.trajectory,
+        attempt=parent.attempt,
+        step=step,
+        parent=parent.hash,
+        meta=meta,
+        ids=np.array(ids, np.int32),
+        logprobs=np.array([-0.1 * (i + 1) for i in range(len(ids))], np.float32),
+        versions=np.full(len(ids), version, np.int32),
+        sampled=np.ones(len(ids), np.bool_),
+    )
+
+
+def observe(parent: Record, ids: list[int], text: str = "é\ud800") -> Record:
+    result = {"name": "ls", "status": "ok", "duration_s": 0.1, "cut_reason": "", "unseen_bytes": 0, "unseen_hash": ""}
+    meta = {
+        "parts": [{"role": "tool", "type": "text", "text": text}],
+        "results": [result],
+        "state": "",
+        "fault": None,
+        "wall": 1.0,
+        "mono": 2.0,
+    }
+    return Record(
+        kind=Kind.OBSERVE,
+        trajectory=parent.trajectory,
+        attempt=parent.attempt,
+        step=parent.step,
+        parent=parent.hash,
+        meta=meta,
+        ids=np.array(ids, np.int32),
+    )
+
+
+def end(parent: Record, status: str = "COMPLETED", reward: float = 1.0) -> Record:
+    meta = {
+        "status": status,
+        "fault": None,
+        "rewards": {"outcome": reward},
+        "num_steps": 2,
+        "num_sampled": 3,
+        "num_tokens": 9,
+        "min_version": 4,
+        "max_version": 4,
+        "duration_s": 1.0,
+        "num_calls": 1,
+        "num_valid_calls": 1,
+        "wall": 1.0,
+        "mono": 2.0,
+    }
+    step, attempt = parent.step, parent.attempt
+    return Record(
+        kind=Kind.END, trajectory=parent.trajectory, attempt=attempt, step=step, parent=parent.hash, meta=meta
+    )
+
+
+def trajectory(name: str, *, prompt_ids: tuple[int, ...] = (1, 2, 3), steps: int = 2) -> list[Record]:
+    """A whole one: its PROMPT, ADOPT, `steps` of ACT and OBSERVE (the last without), END."""
+    start = prompt(prompt_ids)
+    records = [start, adopt(name)]
+    for step in range(steps):
+        records.append(act(records[-1], step, [10 + step, 20], root=start.hash if step == 0 else ""))
+        if step < steps - 1:
+            records.append(observe(records[-1], [30 + step]))
+    return [*records, end(records[-1])]
+
+
+async def _victim(root: Path, node: str) -> None:
+    """Appends from several callers at once and prints each hash once it is acknowledged."""
+    log = Log(RunPaths(root).log, node, segment_bytes=20_000, segment_age_s=60.0, commit_interval_s=0.001)
+
+    async def caller(name: int) -> None:
+        for step in range(100_000):
+            record = act(adopt(f"t{name}"), step, list(range(step % 50 + 1)))
+            await log.append([record.frame()])
+            print(record.hash, flush=True)
+
+    await asyncio.gather(*(caller(i) for i in range(8)))
+
+
+if __name__ == "__main__":
+    asyncio.run(_victim(Path(sys.argv[1]), sys.argv[2]))

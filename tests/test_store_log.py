@@ -1,0 +1,268 @@
+"""Records and the log: what was acknowledged is there, whatever happens to the process or the disk."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import random
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from store_parts import act, adopt, observe, open_log, run_folder, trajectory
+
+from hpcrl.store.link import LogClient, LogServer
+from hpcrl.store.records import REQUIRED, Kind, Record, missing, prompt, read_frame
+from hpcrl.store.segment import CLOSED, OPEN, Header, Owner, read_header, read_segment, segments
+from hpcrl.types import StoreError
+
+PARTS = Path(__file__).with_name("store_parts.py")
+
+
+def stored(folder: Path) -> list[str]:
+    paths = segments(folder, CLOSED) + segments(folder, OPEN)
+    return [record.hash for path in paths for _, record in read_segment(path)]
+
+
+def test_record_round_trip_keeps_every_bit() -> None:
+    record = act(adopt("t"), 3, [5, 6, 7])
+    odd = Record(
+        kind=Kind.ACT,
+        trajectory="t",
+        meta={"x": [1, 0.1, None, "\ud800"]},
+        ids=np.array([1, 2], np.int32),
+        logprobs=np.array([np.nan, -0.0], np.float32),
+    )
+    for before in (record, odd, observe(record, [9]), prompt([4, 5]), adopt("t")):
+        after, size = read_frame(before.frame(), 0)
+        assert (after, after.hash, size) == (before, before.hash, len(before.frame()))
+        assert after.encode() == before.encode()
+        assert after.logprobs.tobytes() == before.logprobs.tobytes()
+    assert list(observe(record, [9]).filled("versions")) == [-1]
+    assert prompt([4, 5]).hash != prompt([4, 6]).hash
+    assert act(adopt("t"), 3, [5, 6, 8]).hash != record.hash
+    assert act(adopt("u"), 3, [5, 6, 7]).hash != record.hash
+
+
+def test_missing_fields_are_named() -> None:
+    for record in trajectory("t"):
+        assert missing(record) == []
+    assert missing(Record(kind=Kind.REWARD, meta={"source": "x"})) == ["value", "wall"]
+    bare = Record(kind=Kind.OBSERVE, meta={**dict.fromkeys(REQUIRED[Kind.OBSERVE]), "results": [{"name": "ls"}]})
+    assert missing(bare)[0] == "results[0].status"
+
+
+def test_meta_that_is_not_json_is_refused() -> None:
+    with pytest.raises(ValueError, match="JSON"):
+        Record(kind=Kind.END, meta={"x": float("nan")}).encode()
+    with pytest.raises(TypeError):
+        Record(kind=Kind.END, meta={"x": object()}).encode()
+
+
+async def test_group_commit_shares_syncs_and_acknowledges_after(tmp_path: Path) -> None:
+    paths = run_folder(tmp_path)
+    log = open_log(paths, commit_interval_s=0.05)
+    records = [act(adopt(f"t{i}"), 0, [i]) for i in range(200)]
+    began = time.monotonic()
+    waits = [asyncio.ensure_future(log.append([record.frame()])) for record in records]
+    places = [(await wait)[0] for wait in waits]
+    assert log.num_syncs <= 3  # the first wakes alone; the rest share
+    assert places == sorted(places) and len(set(places)) == 200
+    by_offset = dict(read_segment(segments(paths.log, OPEN)[0]))
+    assert [by_offset[offset].hash for _, offset in places] == [record.hash for record in records]
+    for i in range(3):
+        await log.append([act(adopt("u"), i, [i]).frame()])
+    assert time.monotonic() - began >= 3 * 0.05 * 0.9  # at least the interval between syncs
+    await log.close()
+    assert stored(paths.log)[:200] == [record.hash for record in records]
+    assert not segments(paths.log, OPEN)
+    with pytest.raises(OSError, match="closed"):
+        await log.append([records[0].frame()])
+
+
+async def test_segments_close_at_size_and_age_and_never_empty(tmp_path: Path) -> None:
+    paths = run_folder(tmp_path)
+    log = open_log(paths, segment_bytes=1500, segment_age_s=0.2)
+    assert not list(paths.log.iterdir())
+    for i in range(20):
+        await log.append([act(adopt("t"), i, [i]).frame()])
+    assert len(segments(paths.log, CLOSED)) >= 3
+    await asyncio.sleep(0.4)  # nothing is appended
+    assert not segments(paths.log, OPEN)
+    count = len(segments(paths.log, CLOSED))
+    await asyncio.sleep(0.3)
+    await log.seal()
+    assert len(segments(paths.log, CLOSED)) == count
+    await log.append([adopt("t").frame()])
+    await log.close()
+    assert len(stored(paths.log)) == 21
+    numbers = [read_header(path)[0].number for path in segments(paths.log, CLOSED)]
+    assert numbers == list(range(1, len(numbers) + 1))
+    for path in paths.log.glob(f"*{CLOSED}"):
+        path.unlink()  # as compaction does
+    log = open_log(paths)
+    assert (await log.append([adopt("t").frame()]))[0][0] == numbers[-1] + 1  # a number never comes back
+    with pytest.raises(StoreError, match="stop it first"):
+        open_log(paths)
+    await log.close()
+
+
+def test_kill_9_loses_nothing_acknowledged(tmp_path: Path) -> None:
+    paths = run_folder(tmp_path)
+    acknowledged: list[str] = []
+    chance = random.Random(1)
+    for _ in range(20):
+        victim = subprocess.Popen(
+            [sys.executable, PARTS, tmp_path, "n1"],
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(PARTS.parent)},
+        )
+        assert victim.stdout is not None
+        acknowledged.append(victim.stdout.readline().strip())
+        time.sleep(chance.uniform(0, 0.12))
+        victim.kill()
+        acknowledged += [line.strip() for line in victim.stdout.read().splitlines() if len(line) == 32]
+        victim.wait()
+        assert len(segments(paths.log, OPEN)) <= 1
+    assert len(acknowledged) > 200
+    open_log(paths)  # a new owner closes what the last one left
+    assert not segments(paths.log, OPEN)
+    assert not set(acknowledged) - set(stored(paths.log))
+
+
+def test_torn_tail_is_trimmed_wherever_it_is_torn(tmp_path: Path) -> None:
+    records = trajectory("t")
+    path = run_folder(tmp_path).log / "n2-1.open"
+    whole = Header("n2", 1, "u", Owner(1, 0, "another boot")).encode() + b"".join(r.frame() for r in records)
+    path.write_bytes(whole)
+    starts = [offset for offset, _ in read_segment(path)]
+    for cut in [*range(starts[-2], len(whole), 37), len(whole), starts[0], 5, 0]:
+        path.write_bytes(whole[:cut])
+        expected = [r.hash for r, stop in zip(records, [*starts[1:], len(whole)], strict=True) if stop <= cut]
+        assert [record.hash for _, record in read_segment(path)] == expected
+        open_log(run_folder(tmp_path), "n2")
+        assert stored(path.parent) == expected
+        path.with_suffix(CLOSED).unlink(missing_ok=True)
+    path.write_bytes(whole[: starts[-1]] + bytes(4096))  # a power cut may leave zeros
+    open_log(run_folder(tmp_path), "n2")
+    assert stored(path.parent) == [r.hash for r in records[:-1]]
+
+
+async def test_any_flipped_byte_in_a_closed_segment_is_found(tmp_path: Path) -> None:
+    paths = run_folder(tmp_path)
+    log = open_log(paths)
+    await log.append([record.frame() for record in trajectory("t")])
+    await log.close()
+    (path,) = segments(paths.log, CLOSED)
+    whole = path.read_bytes()
+    for at in range(0, len(whole), 7):
+        path.write_bytes(whole[:at] + bytes((whole[at] ^ 0x10,)) + whole[at + 1 :])
+        with pytest.raises(StoreError, match=path.name):
+            list(read_segment(path))
+    path.write_bytes(whole[:-3])
+    with pytest.raises(StoreError, match=r"damaged at byte \d+"):
+        list(read_segment(path))
+
+
+async def test_full_disk_refuses_and_recovers(tmp_path: Path) -> None:
+    mount = tmp_path / "small"
+    mount.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=256k", "none", mount]
+    done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"can't mount a small tmpfs here: {done.stderr.strip()}")
+    try:
+        paths = run_folder(mount)
+        log = open_log(paths)
+        acknowledged, refused = [], []
+        for i in range(200):
+            record = act(adopt("t"), i, list(range(500)))
+            try:
+                await log.append([record.frame()])
+                acknowledged.append(record.hash)
+            except OSError as error:
+                assert error.errno == errno.ENOSPC
+                refused.append(record.hash)
+                if len(refused) == 5:
+                    break
+        assert len(acknowledged) >= 10 and len(refused) == 5
+        assert stored(paths.log) == acknowledged  # nothing half-written stays, nothing acknowledged is gone
+        shutil.move(segments(paths.log, CLOSED)[0], tmp_path / "n1-1.seg")  # room again
+        record = act(adopt("t"), 999, [1])
+        await log.append([record.frame()])
+        await log.close()
+        assert stored(paths.log) == [record.hash]
+        assert [r.hash for _, r in read_segment(tmp_path / "n1-1.seg")] == acknowledged
+    finally:
+        await asyncio.to_thread(subprocess.run, ["umount", mount], check=True)
+
+
+async def test_five_hundred_appenders_over_a_real_socket(tmp_path: Path) -> None:
+    paths = run_folder(tmp_path)
+    log = open_log(paths, commit_interval_s=0.02)
+    server = LogServer(log, tmp_path / "log.sock")
+    await server.start()
+    assert (tmp_path / "log.sock").stat().st_mode & 0o077 == 0
+    receipts = []
+
+    async def host(name: int) -> None:
+        async with LogClient(tmp_path / "log.sock") as client:
+            start = prompt([name])
+
+            async def appender(member: int) -> None:
+                client.append(start)
+                last = await client.append(adopt(f"{name}.{member}"))
+                for step in range(4):
+                    last = await client.append(act(adopt(f"{name}.{member}"), step, [member, step]))
+                    receipts.append(last)
+                assert last.node == "n1" and last.kind == "ACT" and last.step == 3
+
+            await asyncio.gather(*(appender(member) for member in range(250)))
+            await client.flush()
+
+    cpu = time.process_time()
+    await asyncio.gather(host(0), host(1))
+    print(f"client and server: {(time.process_time() - cpu) / 2500 * 1e6:.0f} µs of CPU per record")
+    await server.close()
+    await log.close()
+    assert log.num_syncs < 60
+    everything = {
+        (read_header(path)[0].number, offset): record
+        for path in segments(paths.log, CLOSED)
+        for offset, record in read_segment(path)
+    }
+    assert len(receipts) == 2000
+    assert all(everything[(r.segment, r.offset)].hash == r.hash for r in receipts)
+    assert len(everything) == 2 + 500 + 2000  # each prompt once
+
+
+async def test_client_hears_of_errors_and_of_a_dead_owner(tmp_path: Path) -> None:
+    paths = run_folder(tmp_path)
+    log = open_log(paths)
+    server = LogServer(log, tmp_path / "log.sock")
+    await server.start()
+    client = LogClient(tmp_path / "log.sock")
+    await client.connect()
+    await client.append(adopt("t"))
+    await log.seal()
+    await asyncio.to_thread(shutil.rmtree, paths.log)
+    with pytest.raises(OSError) as caught:
+        await client.append(prompt([1]))
+    assert caught.value.errno == errno.ENOENT
+    paths.log.mkdir()
+    again = await client.append(prompt([1]))  # a prompt that failed isn't taken for stored
+    assert stored(paths.log) == [again.hash]
+    await server.close()
+    await asyncio.wait_for(client.closed, 5)
+    with pytest.raises(ConnectionError):
+        await client.append(adopt("t"))
+    await client.close()
+    await log.close()
+    with pytest.raises(OSError):
+        await LogClient(tmp_path / "log.sock").connect()

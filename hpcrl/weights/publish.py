@@ -38,7 +38,13 @@ class PartReport:
 
 
 def next_version(paths: RunPaths) -> int:
-    """One more than the highest folder there is, whole or torn: numbers never go back, and never mean two things."""
+    """One more than the highest folder there is, whole or torn: numbers never go back, and never mean two things.
+
+    Where there is no whole version yet, torn folders of a start that failed go away and the first is 0.
+    """
+    if not newest(paths, 1):
+        for torn in paths.weights.glob("v*"):
+            shutil.rmtree(torn)
     numbers = [int(path.name[1:]) for path in paths.weights.glob("v*") if path.name[1:].isdigit()]
     return max(numbers, default=-1) + 1
 

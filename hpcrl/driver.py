@@ -1,0 +1,525 @@
+"""Carries out what flow decides, with Dask, and turns the world into flow's events.
+
+Dask (workers come and go, tasks end) -+
+progress/ (updates, versions) ---------+--> events -> Flow -> instructions -> tickets, ledger, loads, evals/
+control/inbox (commands) --------------+
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import subprocess
+import sys
+import time
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from distributed import Client, Scheduler, SchedulerPlugin
+
+from hpcrl import flow as f
+from hpcrl.config import Config
+from hpcrl.fleet import Fleet
+from hpcrl.layout import RunPaths, publish, publish_json, read_json
+from hpcrl.observe.summary import plot
+from hpcrl.store.index import Store
+from hpcrl.store.ledger import LedgerWriter, ProgressReader, UpdateRow, entries, lineage
+from hpcrl.store.records import Kind
+from hpcrl.types import Ended, EnvironmentFamily, State, StoreError, Task
+from hpcrl.workers import TOPIC, run_ticket
+
+logger = logging.getLogger(__name__)
+
+TICK_S = 0.25
+PROBE_S = 1.0  # between two looks at a node's engines
+END_GRACE_S = 30.0
+
+
+class TaskStream:
+    """The run's tasks by number (flow's `Tasks`), drawn from the environment's streams as far as needed."""
+
+    def __init__(self, family: EnvironmentFamily, seed: int) -> None:
+        self._family, self._seed = family, seed
+        self._streams: dict[int, tuple[Iterator[Task], list[Task]]] = {}
+
+    def train(self, phase: int, number: int) -> Task:
+        return self._get(phase, number)
+
+    def heldout(self, number: int) -> Task:
+        return self._get(-1, number)
+
+    def _get(self, key: int, number: int) -> Task:
+        if key not in self._streams:
+            # Phases draw different tasks; evaluations of runs that differ only in their seed share theirs.
+            tasks = (
+                self._family.tasks("heldout", 0) if key < 0 else self._family.tasks("train", self._seed * 1000 + key)
+            )
+            self._streams[key] = (iter(tasks), [])
+        stream, drawn = self._streams[key]
+        while len(drawn) <= number:
+            drawn.append(next(stream))
+        return drawn[number]
+
+
+class Arrivals(SchedulerPlugin):  # type: ignore[misc]
+    """Puts workers that come and go onto a queue."""
+
+    def __init__(self, queue: asyncio.Queue[tuple[str, str]]) -> None:
+        self._queue = queue
+
+    def add_worker(self, scheduler: Scheduler, worker: str) -> None:
+        self._queue.put_nowait(("joined", worker))
+
+    def remove_worker(self, scheduler: Scheduler, worker: str, **_: Any) -> None:
+        self._queue.put_nowait(("left", worker))
+
+
+def restore(paths: RunPaths, config: Config, store: Store, rows: Sequence[UpdateRow]) -> f.Restored:
+    """Read back from the run folder what flow must know of a run's earlier life. `rows`: progress' lineage."""
+    updates: Counter[str] = Counter()
+    versions: dict[str, int] = {}
+    trained: Counter[str] = Counter()
+    for row in rows:
+        if row.phase:
+            updates[row.phase] = row.phase_update
+            trained[row.phase] += len(row.trajectories)
+        if row.version >= 0 and row.phase:
+            versions[row.phase] = row.version
+    ledgered: Counter[str] = Counter()
+    groups_done = set()
+    for _, entry in entries(paths):
+        ledgered[entry.phase] += 1
+        groups_done.add(entry.group)
+    ended: dict[str, Ended] = {}
+    attempts: dict[str, int] = {}
+    num_groups: dict[str, int] = {}
+    prefixes = {f"p{index}n": phase.name for index, phase in enumerate(config.phase)}
+    for info in store.trajectories():
+        label = info.group.rsplit(".", 1)[-1]
+        for prefix, name in prefixes.items():
+            if label.startswith(prefix):
+                num_groups[name] = max(num_groups.get(name, 0), int(label.removeprefix(prefix)) + 1)
+        if info.group in groups_done:
+            continue
+        if info.status == "open":
+            attempts[info.trajectory] = info.attempt
+        elif info.status != State.CANCELLED:
+            ended[info.trajectory] = ended_of(store, info.head)
+    published = [int(path.parent.name[1:]) for path in paths.weights.glob("v*/manifest.json")]
+    evaluations = {}
+    for path in paths.evals.glob("*.json"):
+        row_ = read_json(path)
+        if row_ is not None:
+            evaluations[path.stem] = f.EvaluationResult(**row_)
+    return f.Restored(
+        ledgered=ledgered, trained=trained, updates=updates, versions=versions, newest=max(published, default=-1),
+        groups_done=frozenset(groups_done), ended=ended, attempts=attempts, num_groups=num_groups,
+        evaluations=evaluations,
+    )  # fmt: skip
+
+
+def ended_of(store: Store, head: str) -> Ended:
+    from hpcrl.rollout.loop import history_of
+
+    found = history_of([store.record(head)], store.record(head).ids)
+    if not isinstance(found, Ended):
+        raise StoreError(f"record {head}: not an end")
+    return found
+
+
+class Driver:
+    def __init__(
+        self,
+        paths: RunPaths,
+        config: Config,
+        *,
+        scheduler: Scheduler,
+        client: Client,
+        ledger: LedgerWriter,
+        family: EnvironmentFamily,
+    ) -> None:
+        self._paths, self._config, self._scheduler, self._client = paths, config, scheduler, client
+        self._ledger = ledger
+        self._store = Store(paths, open_segments=True)
+        self._store.refresh()
+        self._stream = TaskStream(family, config.seed)
+        self._progress = ProgressReader(paths)
+        rows = self._progress.read()
+        restored = restore(paths, config, self._store, rows)
+        self.flow = f.Flow(config, self._stream, restored, incarnation=ledger.incarnation, now=time.monotonic())
+        self._trained = Counter(restored.trained)
+        self._fleet = Fleet(paths, config)
+        self._arrivals: asyncio.Queue[tuple[str, str]] = asyncio.Queue()
+        self._roles: dict[str, dict[str, Any]] = {}  # worker address -> what it said of itself
+        self._nodes: dict[str, dict[str, Any]] = {}  # node -> its supervisor's last word
+        self._stats: dict[str, dict[str, Any]] = {}  # host address -> its last figures
+        self._last = next((row for row in reversed(rows) if row.trajectories), None)
+        self._rates: deque[tuple[float, float, float]] = deque(maxlen=20)
+        self._began, self._began_updates = time.monotonic(), sum(self.flow.updates.values())
+        self._receipts = 0
+        self._outcome = asyncio.Event()
+        self._reason = ""
+        self._tasks: asyncio.TaskGroup
+        self._failed_loads: list[str] = []
+        self._attached: set[asyncio.Task[None]] = set()
+        self._submitted: set[str] = set()  # trajectories that users asked for
+
+    async def run(self) -> str:
+        """Until the run is over; returns the outcome: "done", "stopped" or "failed: why"."""
+        self._scheduler.add_plugin(Arrivals(self._arrivals), name="hpcrl")
+        self._client.subscribe_topic(TOPIC, self._receive)  # before anything is submitted: late ones get no past events
+        async with asyncio.TaskGroup() as tasks:
+            self._tasks = tasks
+            loops = [
+                tasks.create_task(coroutine)
+                for coroutine in (
+                    self._watch_workers(), self._watch_files(), self._watch_fleet(), self._watch_nodes(),
+                    self._tick(), self._report(), self._compact(),
+                )
+            ]  # fmt: skip
+            await self._outcome.wait()
+            for loop in loops:
+                loop.cancel()
+            await self._wind_down()
+            for task in self._attached:
+                task.cancel()
+        return self._reason
+
+    def stop(self) -> None:
+        self._handle(f.StopAsked(reason="stopped"))
+
+    # -- events and instructions --
+
+    def _handle(self, event: f.Event) -> None:
+        for instruction in self.flow.handle(event, time.monotonic()):
+            self._carry_out(instruction)
+
+    def _carry_out(self, instruction: f.Instruction) -> None:
+        match instruction:
+            case f.Start(ticket=ticket, host=host):
+                task = self._tasks.create_task(self._attach(ticket, host))
+                self._attached.add(task)
+                task.add_done_callback(self._attached.discard)
+            case f.Abandon():
+                arguments = {
+                    "trajectory": instruction.trajectory, "attempt": instruction.attempt, "cancelled": True
+                }  # fmt: skip
+                self._tasks.create_task(self._call(instruction.host, "abandon", **arguments))
+            case f.WriteLedger(entries=rows):
+                self._ledger.append(rows)
+            case f.Load(node=node, version=version):
+                self._tasks.create_task(self._load(node, version))
+            case f.Promote(version=version):
+                publish(self._paths.current, f"{version}\n")
+            case f.RecordEvaluation(result=result):
+                publish_json(self._paths.evals / f"{result.name}.json", asdict(result))
+            case f.Finish(outcome=outcome):
+                self._reason = outcome
+                self._outcome.set()
+
+    async def _attach(self, ticket: Any, host: str) -> None:
+        """One attempt as a Dask task: submit, wait, tell flow how it ended."""
+        if ticket.attempt > 1 and not ticket.adopt:
+            self._store.refresh()
+            ticket = replace(ticket, adopt=self._store.head(ticket.trajectory) or "")
+        key = f"{ticket.trajectory}.{ticket.attempt}.{self._ledger.incarnation}"
+        try:
+            future = self._client.submit(
+                run_ticket, ticket, key=key, workers=[host], allow_other_workers=False, pure=False, retries=0
+            )
+            row = await future
+        except asyncio.CancelledError:
+            if self._outcome.is_set():
+                raise
+            self._lost(ticket, "its Dask task was cancelled")
+        except Exception as error:
+            self._lost(ticket, f"{type(error).__name__}: {error}")
+        else:
+            self._handle(f.AttemptEnded(ended=Ended.from_json(row)))
+
+    def _lost(self, ticket: Any, message: str) -> None:
+        logger.info("%s, attempt %d, lost: %s", ticket.trajectory, ticket.attempt, message)
+        self._handle(f.AttemptLost(trajectory=ticket.trajectory, attempt=ticket.attempt, message=message))
+
+    async def _call(self, worker: str, method: str, /, **arguments: Any) -> Any:
+        """A call to a host or sandbox node, directly. None when it can't be reached."""
+        try:
+            return await self._scheduler.rpc(worker).hpcrl(method=method, arguments=arguments)
+        except (TimeoutError, OSError) as error:
+            logger.info("%s of %s: %s", method, worker, error)
+            return None
+
+    async def _load(self, node: str, version: int) -> None:
+        host = next((address for address, role in self._roles.items() if role.get("node") == node), None)
+        answer = None
+        if host is not None:
+            arguments = {"method": "load", "version": version}
+            answer = await self._call(host, "supervisor", **arguments)
+        ok = bool(answer and answer["ok"])
+        if answer is not None:
+            logger.info("version %d on %s: %s", version, node, answer)
+            if not ok:
+                self._failed_loads.append(f"version {version} on {node}: {answer['message']}")
+        self._handle(f.LoadDone(node=node, version=version, ok=ok))
+
+    def _receive(self, event: tuple[float, list[dict[str, Any]]]) -> None:
+        self._receipts += len(event[1])
+
+    # -- the watchers --
+
+    async def _watch_workers(self) -> None:
+        while True:
+            what, worker = await self._arrivals.get()
+            if what == "left":
+                role = self._roles.pop(worker, {})
+                self._stats.pop(worker, None)
+                if role.get("role") == "host":
+                    self._handle(f.HostLeft(host=worker))
+                elif role.get("role") == "sandbox":
+                    self._handle(f.SandboxLeft(sandbox=role["address"]))
+                continue
+            role = await self._call(worker, "describe", incarnation=self._ledger.incarnation)
+            if role is None:
+                continue
+            self._roles[worker] = role
+            if role["role"] == "sandbox":
+                self._handle(f.SandboxJoined(sandbox=role["address"], capacity=role["capacity"]))
+            else:
+                await self._look_at(worker, role["node"])
+                held = [(trajectory, attempt) for trajectory, attempt in role["held"]]
+                self._handle(
+                    f.HostJoined(host=worker, node=role["node"], capacity=role["capacity"], held=held)
+                )  # fmt: skip
+
+    async def _watch_nodes(self) -> None:
+        while True:
+            await asyncio.sleep(PROBE_S)
+            hosts = {role["node"]: worker for worker, role in self._roles.items() if role["role"] == "host"}
+            for node, worker in hosts.items():
+                await self._look_at(worker, node)
+            for worker in [worker for worker, role in self._roles.items() if role["role"] == "host"]:
+                stats = await self._call(worker, "stats")
+                if stats is not None:
+                    self._stats[worker] = stats
+
+    async def _look_at(self, worker: str, node: str) -> None:
+        row = await self._call(worker, "supervisor", method="status")
+        if row is None:
+            return
+        known = self.flow.nodes.get(node)
+        self._nodes[node] = row
+        if known is None or known.ready != row["ready"] or (known.loading < 0 and known.version != row["version"]):
+            self._handle(f.EngineChanged(node=node, ready=row["ready"], version=row["version"]))
+
+    async def _watch_files(self) -> None:
+        while True:
+            for row in self._progress.read():
+                self._updated(row)
+            for path in sorted(self._paths.inbox.glob("*.json")):
+                self._command(path)
+            await asyncio.sleep(self._config.store.poll_s)
+
+    def _command(self, path: Path) -> None:
+        """Take a command that a login node left. A submitted task's file stays until its trajectory has ended."""
+        row = read_json(path) or {}
+        match row.get("command"):
+            case "submit":
+                trajectory = row["trajectory"]
+                if trajectory not in self._submitted:
+                    self._submitted.add(trajectory)
+                    self._handle(f.Submitted(trajectory=trajectory, task=Task(**row["task"])))
+                elif trajectory not in self.flow.open:
+                    self._submitted.discard(trajectory)
+                    path.unlink()
+            case "stop":
+                path.unlink()
+                self._handle(f.StopAsked(reason="stopped"))
+            case other:
+                logger.warning("%s: unknown command %r", path, other)
+                path.rename(path.with_suffix(".refused"))
+
+    def _updated(self, row: UpdateRow) -> None:
+        if row.version >= 0:
+            self._handle(f.Published(version=row.version))
+        if row.done:
+            self._fleet.done.add("learner")
+        if not row.trajectories:
+            return
+        self._fleet.updated()
+        if self._last is not None and row.update <= self._last.update:
+            # The learner went back to a checkpoint: what it had trained beyond is void, and trained again.
+            self._trained.clear()
+            for made in lineage(self._paths):
+                self._trained[made.phase] += len(made.trajectories)
+        else:
+            self._trained[row.phase] += len(row.trajectories)
+        self._last = row
+        num_trained = self._trained[row.phase]
+        self._handle(
+            f.Updated(phase=row.phase, phase_update=row.phase_update, version=row.version, num_trained=num_trained)
+        )
+
+    async def _watch_fleet(self) -> None:
+        while True:
+            reason = await self._fleet.ensure()
+            if reason:
+                self._handle(f.StopAsked(reason=f"failed: {reason}"))
+            await asyncio.sleep(1.0)
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            self._handle(f.Tick())
+
+    async def _compact(self) -> None:
+        while True:
+            await asyncio.sleep(self._config.store.compact_every_s)
+            await self._compact_once()
+
+    async def _compact_once(self) -> None:
+        """In a process of its own: packing is work, and control must stay awake."""
+        with (self._paths.logs / "compact.log").open("ab") as log:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "hpcrl.store.compact", str(self._paths.root), stdout=log, stderr=subprocess.STDOUT
+            )
+            try:
+                code = await process.wait()
+            finally:
+                if process.returncode is None:
+                    process.terminate()
+        if code:
+            logger.warning("compaction failed (exit %d): see %s", code, log.name)
+
+    # -- what a person sees --
+
+    async def _report(self) -> None:
+        while True:
+            publish_json(self._paths.heartbeat, self.status())
+            await asyncio.sleep(self._config.launch.status_s)
+
+    def status(self) -> dict[str, Any]:
+        """Everything that `hpcrl status` shows, as JSON."""
+        flow, config = self.flow, self._config
+        stats = list(self._stats.values())
+        total = sum(phase.updates for phase in config.phase)
+        done = sum(flow.updates.values())
+        tokens = sum(row["tokens"] for row in stats)
+        busy = sum(row["busy_s"] for row in stats) / max(1, len(stats))
+        now = time.monotonic()
+        self._rates.append((now, tokens, busy))
+        first = self._rates[0]
+        span = max(1e-9, now - first[0])
+        fresh = len(self._rates) > 1
+        phase = flow.phase
+        rate = (done - self._began_updates) / max(1e-9, now - self._began)
+        lag = 0
+        if self._last is not None:
+            lag = int(self._last.metrics.get("lag_max", 0))
+        return {
+            "state": "running",
+            "phase": phase.name if phase else "",
+            "updates": {"done": done, "total": total},
+            "phases": {row.name: [flow.updates[row.name], row.updates] for row in config.phase},
+            "reward": sum(flow.recent) / len(flow.recent) if flow.recent else None,
+            "evaluations": {name: asdict(result) for name, result in flow.evaluations.items()},
+            "evaluating": flow.evaluating[0] if flow.evaluating else "",
+            "trajectories": {
+                "running": sum(row["running"] for row in stats),
+                "waiting": sum(row["waiting"] for row in stats),
+                "pending": sum(not row.host for row in flow.open.values()),
+                "scored": sum(flow.ledgered.values()),
+                "trained": sum(flow.trained.values()),
+            },
+            "accounting": {
+                "admitted": flow.counts.admitted, "open": len(flow.open), **flow.counts.status,
+                "faults": dict(flow.counts.faults),
+            },
+            "steps": flow.counts.steps,
+            "valid_calls": flow.counts.valid_calls / flow.counts.calls if flow.counts.calls else None,
+            "receipts": self._receipts,
+            "tokens_per_s": max(0.0, (tokens - first[1]) / span) if fresh else 0.0,
+            "busy_share": min(1.0, max(0.0, (busy - first[2]) / span)) if fresh else 0.0,
+            "lag": lag,
+            "eta_s": (total - done) / rate if rate > 0 else None,
+            "version": flow.promoted,
+            "newest": flow.newest,
+            "nodes": self._nodes,
+            "restarts": dict(self._fleet.restarts),
+            "refused": self._failed_loads,
+            "metrics": dict(self._last.metrics) if self._last else {},
+            "dashboard": getattr(self._scheduler.services.get("dashboard"), "port", None),
+            "incarnation": self._ledger.incarnation,
+            "wall": time.time(),
+        }  # fmt: skip
+
+    # -- the end --
+
+    async def _wind_down(self) -> None:
+        """End all roles in order: learner told by the ledger, loops parked, engines, sandboxes; then seal the store."""
+        if self._reason != "done":
+            self._ledger.stop(self._reason)
+        hosts = [worker for worker, role in self._roles.items() if role["role"] == "host"]
+        await asyncio.gather(*(self._call(worker, "park") for worker in hosts))
+        by_node = {self._roles[worker]["node"]: worker for worker in hosts}
+        await asyncio.gather(*(self._call(worker, "supervisor", method="stop") for worker in by_node.values()))
+        nodes = [worker for worker, role in self._roles.items() if role["role"] == "sandbox"]
+        await asyncio.gather(*(self._call(worker, "stop") for worker in nodes))
+        await self._fleet.stop(END_GRACE_S)
+        await self._compact_once()
+        curve = [
+            {"update": row.update, "phase": row.phase, "reward": row.metrics.get("reward", 0.0)}
+            for row in lineage(self._paths)
+            if row.trajectories
+        ]
+        evaluations = {name: asdict(result) for name, result in self.flow.evaluations.items()}
+        if curve:
+            plot(curve, evaluations, self._paths.plot)
+        final = self.status() | {"state": self._reason.partition(":")[0], "reason": self._reason}
+        publish_json(self._paths.heartbeat, final)
+        publish_json(self._paths.stopped, {"outcome": self._reason, "wall": time.time()})
+
+
+class Run:
+    """A run folder in Python: submit tasks to a running run, follow a trajectory's receipts."""
+
+    def __init__(self, paths: RunPaths) -> None:
+        self._paths = paths
+
+    @classmethod
+    def open(cls, run: str) -> Run:
+        """Raises StoreError when `run` is no run folder."""
+        return cls(RunPaths.of(run))
+
+    def submit(self, task: Task) -> str:
+        """Ask the run to try `task` beside its training (the ledger never sees it); returns the trajectory's id.
+
+        The request is a file in the run folder, kept until the trajectory has ended, so no restart loses it.
+        """
+        trajectory = f"{task.id}.u{time.time_ns()}.0"
+        row = {
+            "command": "submit",
+            "trajectory": trajectory,
+            "task": {"environment": task.environment, "payload": dict(task.payload), "kind": task.kind},
+        }
+        publish_json(self._paths.inbox / f"{trajectory}.json", row)
+        return trajectory
+
+    async def steps(self, trajectory: str, *, poll_s: float = 0.5) -> AsyncIterator[Any]:
+        """Each durable record's receipt, in chain order, from the first on, until the trajectory has ended.
+
+        Reads the log, which is the truth: a control that was restarted meanwhile loses none.
+        """
+        store = Store(self._paths, open_segments=True)
+        seen: set[str] = set()
+        while True:
+            store.refresh()
+            for receipt in store.receipts(trajectory):
+                if receipt.hash not in seen:
+                    seen.add(receipt.hash)
+                    yield receipt
+                    if receipt.kind == Kind.END.name:
+                        return
+            await asyncio.sleep(poll_s)

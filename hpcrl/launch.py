@@ -1,0 +1,208 @@
+"""A role as a job: submit it, tell whether it lives, end it. Owns jobs.jsonl and the run's certificate.
+
+Each submission is made by a short helper process in a session of its own (`python -m hpcrl.launch RUN ROLE INDEX`), so
+that a job shares neither the terminal's signals nor the environment of whoever asked for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import psutil
+
+from hpcrl.config import Config, load_resolved
+from hpcrl.layout import Appender, RunPaths, publish, read_lines
+from hpcrl.types import ConfigError, HpcrlError
+
+Role = Literal["control", "rollout", "sandbox", "learner"]
+ROLES: tuple[Role, ...] = ("control", "rollout", "sandbox", "learner")
+
+# submitit's local executor ends a job after its limit, two minutes unless told: a local job has none.
+LOCAL_MINUTES = 60 * 24 * 365
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """A submitted job. Locally its id is the pid of submitit's controller, whose children are the job's tasks."""
+
+    role: Role
+    index: int
+    id: str
+    created: float  # start time of the process, seconds since the epoch: tells a pid from a later namesake
+    wall: float  # when it was submitted
+
+    @property
+    def process(self) -> psutil.Process | None:
+        try:
+            process = psutil.Process(int(self.id))
+            if abs(process.create_time() - self.created) < 1 and process.status() != psutil.STATUS_ZOMBIE:
+                return process
+        except psutil.Error:
+            pass
+        return None
+
+    @property
+    def alive(self) -> bool:
+        return self.process is not None
+
+    def tasks(self) -> list[psutil.Process]:
+        """The processes that do the job's work (the role's own, not what they started)."""
+        process = self.process
+        with contextlib.suppress(psutil.Error):
+            return process.children() if process else []
+        return []
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send to the job's tasks, as Slurm would."""
+        for task in self.tasks():
+            with contextlib.suppress(psutil.Error):
+                task.send_signal(number)
+
+    def kill(self) -> None:
+        """End the job and all that its tasks started, at once."""
+        process = self.process
+        if process is None:
+            return
+        with contextlib.suppress(psutil.Error):
+            for victim in [process, *process.children(recursive=True)]:
+                with contextlib.suppress(psutil.Error):
+                    victim.kill()
+
+
+def jobs(paths: RunPaths) -> list[Job]:
+    """Every job that was submitted for this run, oldest first."""
+    rows, _ = read_lines(paths.jobs)
+    return [Job(**{key: row[key] for key in Job.__dataclass_fields__}) for row in rows if row["event"] == "submitted"]
+
+
+def newest(paths: RunPaths, role: Role, index: int = 0) -> Job | None:
+    return next((job for job in reversed(jobs(paths)) if job.role == role and job.index == index), None)
+
+
+def record(paths: RunPaths, event: str, **fields: Any) -> None:
+    appender = Appender(paths.jobs)
+    try:
+        appender.append({"event": event, **fields})
+    finally:
+        appender.close()
+
+
+def submit(paths: RunPaths, role: Role, index: int = 0) -> Job:
+    """Submit one job and record it. Raises HpcrlError with the executor's own words when it is refused."""
+    done = subprocess.run(helper_command(paths, role, index), capture_output=True, start_new_session=True, check=False)
+    return _submitted(paths, role, index, done.returncode, done.stdout, done.stderr)
+
+
+async def submit_async(paths: RunPaths, role: Role, index: int = 0) -> Job:
+    """`submit` without holding up the event loop."""
+    process = await asyncio.create_subprocess_exec(
+        *helper_command(paths, role, index), stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+    )
+    out, err = await process.communicate()
+    return _submitted(paths, role, index, process.returncode, out, err)
+
+
+def helper_command(paths: RunPaths, role: Role, index: int) -> Sequence[str]:
+    return (sys.executable, "-m", "hpcrl.launch", str(paths.root), role, str(index))
+
+
+def _submitted(paths: RunPaths, role: Role, index: int, code: int | None, out: bytes, err: bytes) -> Job:
+    if code:
+        raise HpcrlError(f"job {role}-{index} could not be submitted: {err.decode(errors='replace').strip()[-500:]}")
+    row = json.loads(out.splitlines()[-1])
+    job = Job(role=role, index=index, id=row["id"], created=row["created"], wall=time.time())
+    record(paths, "submitted", **asdict(job))
+    return job
+
+
+def make_certificate(paths: RunPaths) -> None:
+    """A key and a certificate of the run's own, readable by this user alone: Dask's roles prove themselves with it."""
+    if (paths.tls / "key.pem").exists():
+        return
+    from distributed.security import Security
+
+    fresh = Security.temporary()
+    paths.tls.mkdir(mode=0o700, exist_ok=True)
+    for name, text in (
+        ("ca.pem", fresh.tls_ca_file),
+        ("cert.pem", fresh.tls_client_cert),
+        ("key.pem", fresh.tls_client_key),
+    ):
+        publish(paths.tls / name, text, mode=0o600)
+
+
+def role_environment(paths: RunPaths) -> dict[str, str]:
+    """What every role's environment has: caches off HOME, one thread per process unless a role decides otherwise."""
+    private = paths.private()
+    environment = dict(os.environ)
+    caches = private / "cache"
+    caches.mkdir(exist_ok=True)
+    environment |= {
+        "OMP_NUM_THREADS": "1",
+        "DASK_CONFIG": str(private / "dask"),
+        "XDG_CACHE_HOME": str(caches),
+        "HF_HOME": str(caches / "huggingface"),
+        "HF_HUB_OFFLINE": "1",
+        "TRITON_CACHE_DIR": str(caches / "triton"),
+        "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"),
+        "MPLCONFIGDIR": str(caches / "matplotlib"),
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONUNBUFFERED": "1",
+    }
+    return environment
+
+
+def check_devices(config: Config) -> None:
+    """Refuse a config that asks for GPUs which this machine does not have (local executor)."""
+    wanted = config.learner.ranks * config.learner.gpus + sum(
+        pool.jobs * pool.engines * pool.gpus for pool in config.rollout
+    )
+    if not wanted:
+        return
+    found = len(list(Path("/dev").glob("nvidia[0-9]*")))
+    if wanted > found:
+        raise ConfigError(
+            f"rollout.gpus and learner.gpus ask for {wanted} GPUs, this machine has {found}; set them to 0 for CPU"
+        )
+
+
+def _submit_here(root: str, role: Role, index: int) -> None:
+    """The helper: hand one job to submitit and print its id."""
+    import submitit
+
+    from hpcrl.roles import run_role
+
+    paths = RunPaths.of(root)
+    config = load_resolved(paths.config)
+    os.environ.clear()
+    os.environ.update(role_environment(paths))
+    executor = submitit.LocalExecutor(folder=paths.submitit / f"{role}-%j".replace("%j", str(index)))
+    executor.update_parameters(
+        timeout_min=LOCAL_MINUTES,
+        tasks_per_node=config.learner.ranks if role == "learner" else 1,
+        stderr_to_stdout=True,
+    )
+    # The controller must not hold the pipe by which we answer, else our caller waits for the job's end.
+    answer = os.dup(1)
+    os.set_inheritable(answer, False)
+    null = os.open(os.devnull, os.O_RDWR)
+    for fd in (0, 1, 2):
+        os.dup2(null, fd)
+    job = executor.submit(run_role, str(paths.root), role, index)
+    created = psutil.Process(int(job.job_id)).create_time()
+    os.write(answer, json.dumps({"id": job.job_id, "created": created}).encode() + b"\n")
+
+
+if __name__ == "__main__":
+    _submit_here(sys.argv[1], sys.argv[2], int(sys.argv[3]))  # type: ignore[arg-type]

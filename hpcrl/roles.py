@@ -1,0 +1,300 @@
+"""The body of each job: what a process of a role does from its first line to its last.
+
+Each role imports its own rooms only when it runs: a learner never loads Dask, a sandbox node never loads torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from hpcrl.config import Config, load_resolved
+from hpcrl.layout import RunPaths, boot_id, node_name, publish_json, read_json
+from hpcrl.telemetry import start_logging
+from hpcrl.types import ConfigError, HpcrlError
+
+logger = logging.getLogger(__name__)
+
+
+def run_role(root: str, role: str, index: int) -> None:
+    """What submitit runs in each task of a role's job."""
+    paths = RunPaths.of(root)
+    config = load_resolved(paths.config)
+    job = job_id()
+    start_logging(paths.logs, f"{role}-{index}" if role != "learner" else f"learner-r{task_rank()}", job)
+    logger.info("%s-%d starts as job %s, pid %d", role, index, job, os.getpid())
+    match role:
+        case "control":
+            asyncio.run(control(paths, config))
+        case "rollout":
+            asyncio.run(rollout(paths, config, index))
+        case "sandbox":
+            asyncio.run(sandbox(paths, config, index))
+        case "learner":
+            learner(paths, config)
+        case _:
+            raise ValueError(f"no role {role!r}")
+    logger.info("%s-%d ends", role, index)
+
+
+def job_id() -> str:
+    return os.environ.get("SUBMITIT_LOCAL_JOB_ID") or os.environ.get("SLURM_JOB_ID") or str(os.getpid())
+
+
+def task_rank() -> int:
+    return int(os.environ.get("SUBMITIT_LOCAL_GLOBALID") or os.environ.get("SLURM_PROCID") or 0)
+
+
+def on_signal(call: Callable[[], object]) -> None:
+    """Call once asked to end. submitit ignores SIGTERM in the job, so this must come after its start."""
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, call)
+
+
+def pool_of(pools: tuple[Any, ...], index: int) -> Any:
+    """The pool that the `index`-th job of a role belongs to."""
+    for pool in pools:
+        if index < pool.jobs:
+            return pool
+        index -= pool.jobs
+    raise AssertionError(f"no pool has a job {index}")
+
+
+# ---- control ------------------------------------------------------------------------------------------------------
+
+
+async def control(paths: RunPaths, config: Config) -> None:
+    from distributed import Client
+
+    from hpcrl.driver import Driver
+    from hpcrl.rollout.environments import load_family
+    from hpcrl.store.ledger import LedgerWriter
+    from hpcrl.workers import configure_dask, security
+
+    configure_dask()
+    paths.stopped.unlink(missing_ok=True)
+    ledger = LedgerWriter(paths)
+    secure = security(paths)
+    scheduler = await _scheduler(config, secure)
+    try:
+        publish_json(paths.scheduler, {"address": scheduler.address, "incarnation": ledger.incarnation})
+        logger.info("control %d: scheduler at %s", ledger.incarnation, scheduler.address)
+        async with Client(scheduler.address, asynchronous=True, security=secure, set_as_default=False) as client:
+            family = load_family(config.environment.name, config.environment.options)
+            driver = Driver(paths, config, scheduler=scheduler, client=client, ledger=ledger, family=family)
+            on_signal(driver.stop)
+            outcome = await driver.run()
+            logger.info("the run is over: %s", outcome)
+    finally:
+        paths.scheduler.unlink(missing_ok=True)
+        await scheduler.close()
+        ledger.close()
+
+
+async def _scheduler(config: Config, secure: Any) -> Any:
+    """A Dask scheduler on the first free port of the range. Raises ConfigError when none is free."""
+    from distributed import Scheduler
+
+    low, high = (int(part) for part in config.launch.ports.split("-"))
+    dashboard = f"127.0.0.1:{free_port(low, high)}" if config.launch.dashboard else None
+    for port in range(low, high + 1):
+        if not port_is_free(port) or dashboard == f"127.0.0.1:{port}":
+            continue
+        scheduler = Scheduler(
+            host="127.0.0.1", port=port, protocol="tls", security=secure, dashboard=config.launch.dashboard,
+            dashboard_address=dashboard,
+        )  # fmt: skip
+        try:
+            await scheduler
+        except OSError:  # someone was quicker
+            await scheduler.close()
+            continue
+        return scheduler
+    raise ConfigError(f"launch.ports: no free port in {config.launch.ports}; give a wider range")
+
+
+def port_is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+        return True
+
+
+def free_port(low: int, high: int) -> int:
+    """The highest free port of a range (the scheduler takes the lowest)."""
+    port = next((port for port in range(high, low - 1, -1) if port_is_free(port)), None)
+    if port is None:
+        raise ConfigError(f"launch.ports: no free port in {low}-{high}; give a wider range")
+    return port
+
+
+# ---- rollout ------------------------------------------------------------------------------------------------------
+
+
+async def rollout(paths: RunPaths, config: Config, index: int) -> None:
+    from hpcrl.rollout.render import Renderer
+    from hpcrl.rollout.supervisor import Supervisor
+
+    node = f"{node_name()}-r{index}"
+    pool = pool_of(config.rollout, index)
+
+    async def start_host(number: int) -> asyncio.subprocess.Process:
+        command = (sys.executable, "-m", "hpcrl.roles", str(paths.root), node, str(index), str(number))
+        return await asyncio.create_subprocess_exec(*command)
+
+    renderer = Renderer(paths.model)
+    supervisor = Supervisor(paths, config, pool, node, stop_ids=renderer.stop_ids, start_host=start_host)
+    on_signal(supervisor.stop.set)
+    lost = asyncio.create_task(_without_control(paths, config, supervisor.stop))
+    try:
+        await supervisor.run()
+    finally:
+        lost.cancel()
+
+
+async def _without_control(paths: RunPaths, config: Config, stop: asyncio.Event) -> None:
+    """End a role that control has left alone for too long."""
+    seen = time.monotonic()
+    while time.monotonic() - seen < config.launch.control_timeout_s:
+        await asyncio.sleep(5)
+        if read_json(paths.scheduler) is not None and _fresh(paths, config):
+            seen = time.monotonic()
+    logger.warning("no control for %g s: this role ends", config.launch.control_timeout_s)
+    stop.set()
+
+
+def _fresh(paths: RunPaths, config: Config) -> bool:
+    with contextlib.suppress(OSError):
+        return time.time() - paths.heartbeat.stat().st_mtime < 60 + 3 * config.launch.status_s
+    return True  # control is starting
+
+
+async def host(paths: RunPaths, config: Config, node: str, index: int, number: int) -> None:
+    """An agent loops' process, started by its node's supervisor."""
+    from hpcrl import workers
+    from hpcrl.rollout.engine import VllmEngine
+    from hpcrl.rollout.environments import load_family
+    from hpcrl.rollout.loop import Where
+    from hpcrl.rollout.render import Renderer
+    from hpcrl.rollout.server import SOCKET
+    from hpcrl.rollout.supervisor import Link, engine_folder, node_folder
+    from hpcrl.store.link import LogClient
+
+    workers.configure_dask()
+    pool = pool_of(config.rollout, index)
+    folder = node_folder(paths, node)
+    renderer = Renderer(paths.model)
+    async with LogClient(folder / "log.sock") as log:
+        engines = [
+            VllmEngine(
+                engine_folder(folder, k) / SOCKET, stop_ids=renderer.stop_ids, max_model_len=pool.max_model_len,
+                name=f"engine {node}-{k}",
+            )
+            for k in range(pool.engines)
+        ]  # fmt: skip
+        served = workers.Host(
+            paths, config, where=Where(node=node, job=job_id(), boot_id=boot_id()), capacity=pool.concurrent,
+            family=load_family(config.environment.name, config.environment.options), renderer=renderer, log=log,
+            engines=engines, supervisor=Link(folder),
+        )  # fmt: skip
+        workers.HOST = served
+        local = folder / f"dask-{number}"
+        guest = workers.Guest(
+            paths, config, f"host-{node}-{number}", served.call, nthreads=pool.concurrent + 8, local=local
+        )
+        served.guest = guest
+        on_signal(guest.stop.set)
+        leave = lambda _: os._exit(3)  # noqa: E731
+        log.closed.add_done_callback(leave)  # without its log a host can promise nothing
+        announcing = asyncio.create_task(served.announce())
+        try:
+            await guest.serve()
+        finally:
+            announcing.cancel()
+            log.closed.remove_done_callback(leave)
+            await served.close()
+
+
+# ---- sandbox ------------------------------------------------------------------------------------------------------
+
+
+async def sandbox(paths: RunPaths, config: Config, index: int) -> None:
+    from hpcrl import workers
+    from hpcrl.sandbox.backend import find_backend
+    from hpcrl.sandbox.pool import Pool
+
+    workers.configure_dask()
+    settings = pool_of(config.sandbox, index)
+    node = f"{node_name()}-s{index}"
+    pool = Pool(settings, find_backend())
+    served = workers.SandboxNode(paths, config, pool, settings.sessions)
+    local = paths.private() / f"dask-{node}"
+    guest = workers.Guest(paths, config, f"sandbox-{node}", served.call, nthreads=1, local=local)
+    served.guest = guest
+    on_signal(guest.stop.set)
+    await served.start()
+    try:
+        await guest.serve()
+    finally:
+        await served.close()
+
+
+# ---- learner ------------------------------------------------------------------------------------------------------
+
+
+def learner(paths: RunPaths, config: Config) -> None:
+    """One rank. Its master's port is agreed on through a file of this job, so that no two runs meet."""
+    from hpcrl.learner.train import run_learner
+
+    stopping = False
+
+    def stop(*_: object) -> None:
+        nonlocal stopping
+        stopping = True
+
+    signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    rank, world = task_rank(), config.learner.ranks
+    meeting = paths.control / f"learner-{job_id()}.json"
+    if rank == 0:
+        low, high = (int(part) for part in config.launch.ports.split("-"))
+        port = free_port(low, (low + high) // 2)
+        publish_json(meeting, {"address": "127.0.0.1", "port": port})
+    row = _wait_for(meeting, 60)
+    run_learner(paths, config, rank, world, row["address"], row["port"], lambda: stopping)
+    if rank == 0:
+        meeting.unlink(missing_ok=True)
+
+
+def _wait_for(path: Path, seconds: float) -> dict[str, Any]:
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        row = read_json(path)
+        if row is not None:
+            return row
+        time.sleep(0.05)
+    raise HpcrlError(f"{path}: rank 0 did not write it within {seconds:g} s")
+
+
+def _host_main() -> None:
+    root, node, index, number = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+    paths = RunPaths.of(root)
+    start_logging(paths.logs, f"host-{node}-{number}", job_id())
+    asyncio.run(host(paths, load_resolved(paths.config), node, index, number))
+
+
+if __name__ == "__main__":
+    _host_main()

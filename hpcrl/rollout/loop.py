@@ -1,0 +1,412 @@
+"""The agent loop: one coroutine per trajectory, from its ticket to its end, every step a record before it counts.
+
+    adopt -> prompt -> ( generate -> act -> tools -> observe )* -> rewards -> end
+
+Knows an engine, an environment, a sandbox and a log; nothing of Dask or of who asked. An `act` is handed to the log
+before its calls run, and awaited there when a call's effects leave the sandbox; commits never hold up the next
+generation, and a trajectory has ended only when all its records are durable.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import dataclasses
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from hpcrl.rollout.engine import EngineFault
+from hpcrl.rollout.render import Renderer
+from hpcrl.store.records import Kind, Record, prompt
+from hpcrl.types import (
+    Cause,
+    Ended,
+    Engine,
+    Environment,
+    Fault,
+    Generation,
+    Int32Array,
+    Receipt,
+    Sandbox,
+    State,
+    StepOutcome,
+    Ticket,
+    ToolCall,
+    ToolResult,
+)
+
+UNKNOWN = "outcome unknown: the call may or may not have happened"
+
+
+class Log(Protocol):
+    """What the loop needs of the node's log (`hpcrl.store.log.LogClient`)."""
+
+    def append(self, record: Record) -> asyncio.Future[Receipt]: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Where:
+    """The place that a loop runs at, as its records name it."""
+
+    node: str
+    job: str
+    boot_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class History:
+    """What an earlier attempt left: the chain, root to head, and the context that it makes, [T]."""
+
+    chain: Sequence[Record]
+    context: Int32Array
+
+
+class AttemptFault(Exception):
+    """Ends an attempt with a labelled cause."""
+
+    def __init__(self, fault: Fault) -> None:
+        super().__init__(fault.message)
+        self.fault = fault
+
+
+class Loop:
+    """One attempt. `state` may be read by others while it runs; `run` returns how it ended and does not raise
+    but for cancellation."""
+
+    def __init__(
+        self,
+        ticket: Ticket,
+        *,
+        engine: Engine,
+        environment: Environment,
+        sandbox: Sandbox,
+        log: Log,
+        renderer: Renderer,
+        where: Where,
+        history: History | None = None,
+        on_receipt: Callable[[Receipt], None] = lambda receipt: None,
+    ) -> None:
+        self.ticket = ticket
+        self.state = State.PENDING
+        self._engine, self._environment, self._sandbox = engine, environment, sandbox
+        self._log, self._renderer, self._where, self._history = log, renderer, where, history
+        self._on_receipt = on_receipt
+        self._parent = ticket.adopt
+        self._commits: set[asyncio.Future[Receipt]] = set()
+        self._context: list[Int32Array] = []
+        self._num_tokens = self._num_sampled = self._num_steps = 0
+        self._num_calls = self._num_valid_calls = 0
+        self._versions: list[int] = []
+        self._began = time.monotonic()
+        self._waited_s = 0.0  # of it, for tools
+
+    async def run(self) -> Ended:
+        """Raises CancelledError alone: when the host parks (the chain stays open) or abandons the trajectory."""
+        fault: Fault | None = None
+        status = State.RETRYING
+        try:
+            self._adopt()
+            if self.ticket.verdict is not None:
+                status, fault = State.FAILED, self.ticket.verdict
+            else:
+                async with asyncio.timeout(self.ticket.deadline_s):
+                    status, fault = await self._steps()
+        except TimeoutError:
+            # The clock ran out between or within steps; what is stored stays, and counts as cut short.
+            status = State.TRUNCATED
+            fault = Fault(cause=Cause.ENVIRONMENT, where="deadline", message=f"over {self.ticket.deadline_s:g} s")
+        except AttemptFault as error:
+            fault = error.fault
+        except EngineFault as error:
+            fault = error.fault
+        except Exception as error:  # ours or the node's: nothing that the policy did
+            fault = Fault(cause=Cause.PLATFORM, where=self._where.node, message=f"{type(error).__name__}: {error}")
+        return await self._end(status, fault)
+
+    # -- the loop --
+
+    async def _steps(self) -> tuple[State, Fault | None]:
+        if self._history and (done := await self._resume(self._history)) is not None:
+            return done
+        if not self._context:
+            await self._open()
+        ticket = self.ticket
+        while self._num_steps < ticket.max_steps:
+            room = min(ticket.sampling.max_tokens, ticket.max_context - self._num_tokens)
+            if room <= 0:
+                return State.TRUNCATED, Fault(cause=Cause.POLICY, where="context", message="max_context reached")
+            self.state = State.RUNNING
+            sampling = dataclasses.replace(ticket.sampling, max_tokens=room, seed=ticket.seed + self._num_steps)
+            request = f"{ticket.trajectory}/{ticket.attempt}/{self._num_steps}"
+            generation = await self._engine.generate(self._whole(), sampling, request=request)
+            calls = self._calls(generation)
+            self._act(generation, calls, request)
+            if any(call.effects != "pure" for call in calls):
+                await self._durable()
+            outcome = await self._step(calls)
+            done = self._observe(outcome, generation.finish_reason)
+            if done is not None:
+                return done
+        return State.TRUNCATED, Fault(
+            cause=Cause.POLICY, where="steps", message=f"max_steps ({ticket.max_steps}) reached"
+        )
+
+    async def _open(self) -> None:
+        """Reset the world and put the opening messages into the context."""
+        messages = await self._environmental("reset", self._environment.reset(self._sandbox))
+        ids = self._renderer.start(messages)
+        opening = prompt(ids)
+        self._write(opening)
+        self._root = opening.hash
+        self._add(ids)
+
+    async def _resume(self, history: History) -> tuple[State, Fault | None] | None:
+        """Bring environment and sandbox back by running the recorded calls again, then go on after the last record."""
+        chain = [record for record in history.chain if record.kind in (Kind.ACT, Kind.OBSERVE)]
+        if not chain:
+            return None  # it had not begun: open it
+        await self._environmental("reset", self._environment.reset(self._sandbox))
+        self._root = ""
+        for index, record in enumerate(chain):
+            if record.kind is not Kind.ACT:
+                continue
+            self._num_steps += 1
+            self._num_sampled += len(record.ids)
+            self._versions += [span["version"] for span in record.meta["spans"]]
+            calls = tuple(ToolCall(**call) for call in record.meta["calls"])
+            self._count(calls)
+            observed = chain[index + 1] if index + 1 < len(chain) else None
+            if observed is not None:
+                await self._environmental("replay", self._environment.step(calls, self._sandbox))
+                self._environment.restore(base64.b64decode(observed.meta["state"]))
+        self._add(history.context)
+        last = chain[-1]
+        if last.kind is Kind.OBSERVE:
+            return self._verdict(last.meta["done"], last.meta["truncated"])
+        calls = tuple(ToolCall(**call) for call in last.meta["calls"])
+        if any(call.effects != "pure" for call in calls):
+            results = tuple(ToolResult(name=call.name, status="error", text=UNKNOWN) for call in calls)
+            fault = Fault(cause=Cause.PLATFORM, where="resume", message=UNKNOWN)
+            outcome = StepOutcome(results=results, messages=(), done=True, truncated=UNKNOWN, fault=fault)
+        else:
+            outcome = await self._step(calls)
+        return self._observe(outcome, last.meta["finish_reason"])
+
+    def _calls(self, generation: Generation) -> tuple[ToolCall, ...]:
+        try:
+            calls = self._environment.parse(self._renderer.text(generation.ids))
+        except Exception as error:
+            raise self._broken("parse", error) from error
+        step = f"{self.ticket.trajectory}/{self._num_steps}"
+        return tuple(dataclasses.replace(call, key=f"{step}/{index}") for index, call in enumerate(calls))
+
+    async def _step(self, calls: Sequence[ToolCall]) -> StepOutcome:
+        self.state = State.WAITING_TOOL
+        began = time.monotonic()
+        outcome: StepOutcome = await self._environmental("step", self._environment.step(calls, self._sandbox))
+        self._waited_s += time.monotonic() - began
+        if outcome.fault is not None and not outcome.messages and not outcome.done:
+            raise AttemptFault(outcome.fault)
+        return outcome
+
+    async def _environmental(self, what: str, awaitable: Any) -> Any:
+        """The boundary around an environment's code: what it raises is its fault, unless it says whose it was."""
+        try:
+            return await awaitable
+        except (AttemptFault, EngineFault):
+            raise
+        except Exception as error:
+            raise self._broken(what, error) from error
+
+    def _broken(self, what: str, error: Exception) -> AttemptFault:
+        where = f"{self.ticket.task.environment}.{what}"
+        return AttemptFault(Fault(cause=Cause.ENVIRONMENT, where=where, message=f"{type(error).__name__}: {error}"))
+
+    # -- the records --
+
+    def _adopt(self) -> None:
+        ticket = self.ticket
+        self.state = State.RUNNING
+        meta = {
+            "task": {
+                "environment": ticket.task.environment, "payload": dict(ticket.task.payload), "kind": ticket.task.kind
+            },
+            "kind": ticket.kind, "group": ticket.group, "member": ticket.member, "phase": ticket.phase,
+            "seed": ticket.seed, "sampling": dataclasses.asdict(ticket.sampling), "pinned": ticket.pinned,
+            "job": self._where.job, "node": self._where.node, "incarnation": ticket.incarnation,
+            "sandbox": ticket.sandbox, "boot_id": self._where.boot_id, "state": self._state(),
+        }  # fmt: skip
+        self._chain(Kind.ADOPT, -1, meta)
+
+    def _act(self, generation: Generation, calls: Sequence[ToolCall], request: str) -> None:
+        versions = np.full(len(generation.ids), -1, np.int32)
+        for span in generation.spans:
+            versions[span.start : span.stop] = span.version
+        self._count(calls)
+        self._versions += [span.version for span in generation.spans]
+        self._num_sampled += len(generation.ids)
+        meta = {
+            "root": self._root,
+            "tools": [dataclasses.asdict(tool) for tool in self._environment.tools()],
+            "calls": [dataclasses.asdict(call) for call in calls],
+            "finish_reason": generation.finish_reason,
+            "spans": [dataclasses.asdict(span) for span in generation.spans],
+            "seed": self.ticket.seed + self._num_steps,
+            "request": request,
+            "cached_tokens": generation.cached_tokens,
+            "queue_s": generation.queue_s,
+            "duration_s": generation.duration_s,
+        }
+        sampled = np.ones(len(generation.ids), np.bool_)
+        self._chain(
+            Kind.ACT, self._num_steps, meta,
+            ids=generation.ids, logprobs=generation.logprobs, versions=versions, sampled=sampled,
+        )  # fmt: skip
+        self._root = ""
+        self._add(generation.ids)
+        self._num_steps += 1
+
+    def _observe(self, outcome: StepOutcome, finish_reason: str) -> tuple[State, Fault | None] | None:
+        over = outcome.done or bool(outcome.truncated)
+        ids = np.empty(0, np.int32)
+        if outcome.messages and not over:
+            ids = self._renderer.extend(outcome.messages, after_stop=finish_reason == "stop")
+        meta = {
+            "parts": [
+                {"role": message.role, **dataclasses.asdict(part)}
+                for message in outcome.messages
+                for part in message.parts
+            ],
+            "results": [dataclasses.asdict(result) for result in outcome.results],
+            "state": self._state(),
+            "fault": dataclasses.asdict(outcome.fault) if outcome.fault else None,
+            "done": outcome.done,
+            "truncated": outcome.truncated,
+        }
+        self._chain(Kind.OBSERVE, self._num_steps - 1, meta, ids=ids)
+        self._add(ids)
+        return self._verdict(outcome.done, outcome.truncated, outcome.fault)
+
+    @staticmethod
+    def _verdict(done: bool, truncated: str, fault: Fault | None = None) -> tuple[State, Fault | None] | None:
+        if truncated:
+            fault = fault or Fault(cause=Cause.ENVIRONMENT, where="environment", message=truncated)
+            return State.TRUNCATED, fault
+        return (State.COMPLETED, None) if done else None
+
+    async def _end(self, status: State, fault: Fault | None) -> Ended:
+        """The terminal record, or, when the trajectory is to be taken up again, a transition that says why."""
+        rewards: Mapping[str, float] = {}
+        self.state = State.SCORING
+        if status in (State.COMPLETED, State.TRUNCATED):
+            try:
+                rewards = self._environment.rewards()
+            except Exception as error:
+                status = State.FAILED
+                fault = Fault(cause=Cause.REWARD, where="rewards", message=f"{type(error).__name__}: {error}")
+        ended = self._ended(status, fault, rewards, head="")
+        try:
+            if status.terminal:
+                row = ended.to_json()
+                row.pop("head")
+                ended = dataclasses.replace(ended, head=self._chain(Kind.END, -1, row))
+                self._transition(status, fault)
+            else:
+                self._transition(State.RETRYING, fault)
+            await self._durable()
+        except OSError as error:
+            # Not acknowledged, so it has not ended: the trajectory is taken up again from its last durable record.
+            fault = Fault(cause=Cause.PLATFORM, where=self._where.node, message=f"{type(error).__name__}: {error}")
+            return self._ended(State.RETRYING, fault, {}, head="")
+        self.state = status
+        return ended
+
+    def _ended(self, status: State, fault: Fault | None, rewards: Mapping[str, float], head: str) -> Ended:
+        ticket = self.ticket
+        return Ended(
+            trajectory=ticket.trajectory, attempt=ticket.attempt, kind=ticket.kind, group=ticket.group,
+            phase=ticket.phase, status=status, head=head, rewards=dict(rewards), num_steps=self._num_steps,
+            num_sampled=self._num_sampled, num_tokens=self._num_tokens,
+            min_version=min(self._versions, default=-1), max_version=max(self._versions, default=-1),
+            duration_s=time.monotonic() - self._began, num_calls=self._num_calls,
+            num_valid_calls=self._num_valid_calls, fault=fault,
+        )  # fmt: skip
+
+    def cancelled(self) -> Ended:
+        """Close an abandoned trajectory's chain (it is not awaited: nothing depends on it)."""
+        fault = Fault(cause=Cause.CANCELLED, where="flow", message="no longer needed")
+        ended = self._ended(State.CANCELLED, fault, {}, head="")
+        row = ended.to_json()
+        row.pop("head")
+        return dataclasses.replace(ended, head=self._chain(Kind.END, -1, row))
+
+    # -- helpers --
+
+    def _chain(self, kind: Kind, step: int, meta: Mapping[str, Any], **arrays: Any) -> str:
+        record = Record(
+            kind=kind, trajectory=self.ticket.trajectory, attempt=self.ticket.attempt, step=step, parent=self._parent,
+            meta={**meta, "wall": time.time(), "mono": time.monotonic()}, **arrays,
+        )  # fmt: skip
+        self._write(record)
+        self._parent = record.hash
+        return record.hash
+
+    def _transition(self, state: State, fault: Fault | None) -> None:
+        meta = {
+            "state": state.value,
+            "fault": dataclasses.asdict(fault) if fault else None,
+            "waited_s": self._waited_s,
+            "wall": time.time(),
+            "mono": time.monotonic(),
+            "boot_id": self._where.boot_id,
+        }
+        ticket = self.ticket
+        self._write(Record(kind=Kind.TRANSITION, trajectory=ticket.trajectory, attempt=ticket.attempt, meta=meta))
+
+    def _write(self, record: Record) -> None:
+        commit = self._log.append(record)
+        self._commits.add(commit)
+        commit.add_done_callback(self._committed)
+
+    def _committed(self, commit: asyncio.Future[Receipt]) -> None:
+        if not commit.cancelled() and commit.exception() is None:
+            self._commits.discard(commit)
+            self._on_receipt(commit.result())
+
+    async def _durable(self) -> None:
+        """Wait for every record so far. Raises OSError when one could not be made durable."""
+        while self._commits:
+            await asyncio.gather(*self._commits)
+
+    def _add(self, ids: Int32Array) -> None:
+        self._context.append(ids)
+        self._num_tokens += len(ids)
+
+    def _whole(self) -> Int32Array:
+        if len(self._context) > 1:
+            self._context = [np.concatenate(self._context)]
+        return self._context[0]
+
+    def _count(self, calls: Sequence[ToolCall]) -> None:
+        self._num_calls += len(calls)
+        self._num_valid_calls += sum(call.legal for call in calls)
+
+    def _state(self) -> str:
+        try:
+            return base64.b64encode(self._environment.state()).decode()
+        except Exception as error:
+            raise self._broken("state", error) from error
+
+
+def history_of(chain: Sequence[Record], context: Int32Array) -> History | Ended:
+    """What to do with a stored chain: go on from it, or, where it has ended already, how it did."""
+    last = chain[-1]
+    if last.kind is Kind.END:
+        names = {field.name for field in dataclasses.fields(Ended)}
+        row = {key: value for key, value in last.meta.items() if key in names}
+        return Ended.from_json({**row, "head": last.hash})
+    return History(chain=chain, context=context)

@@ -1,0 +1,240 @@
+"""One plain process per rollout node: owns the node's log, starts and restarts its engines and hosts.
+
+supervisor -+- log.sock         hosts append records
+            +- supervisor.sock  hosts ask: status, load, stop (one JSON line each way)
+            +- engine-<k>/      vLLM servers in process groups of their own, found again by a next supervisor
+            +- hosts            started by the caller's `start_host`, restarted when they die
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+from hpcrl.config import Config, Rollout
+from hpcrl.layout import RunPaths
+from hpcrl.rollout.engine import EngineFault, VllmEngine
+from hpcrl.rollout.server import EngineProcess
+from hpcrl.store.link import LogServer
+from hpcrl.store.log import Log
+from hpcrl.types import EngineError, StoreError
+
+logger = logging.getLogger(__name__)
+
+HostStarter = Callable[[int], Awaitable[asyncio.subprocess.Process]]
+MAX_DEATHS = 5  # of an engine or host in a row, without having been ready in between
+HOST_GRACE_S = 10.0
+
+
+def node_folder(paths: RunPaths, node: str) -> Path:
+    """Where a node's sockets lie; hosts find their supervisor there."""
+    folder = paths.private() / node
+    folder.mkdir(mode=0o700, exist_ok=True)
+    return folder
+
+
+def engine_folder(folder: Path, index: int) -> Path:
+    return folder / f"engine-{index}"
+
+
+class Link:
+    """A host's line to its supervisor."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / "supervisor.sock"
+
+    async def call(self, method: str, **arguments: Any) -> Any:
+        """Raises OSError when the supervisor is gone."""
+        reader, writer = await asyncio.open_unix_connection(self._path)
+        try:
+            writer.write(json.dumps({"method": method, **arguments}).encode() + b"\n")
+            await writer.drain()
+            line = await reader.readline()
+        finally:
+            writer.close()
+        if not line:
+            raise ConnectionError("the supervisor hung up")
+        return json.loads(line)
+
+
+class EngineSlot:
+    """One engine of the node: its server process, our client, what it has loaded."""
+
+    def __init__(self, process: EngineProcess, client: VllmEngine, tolerance: float, paths: RunPaths) -> None:
+        self.process, self.client, self._tolerance, self._paths = process, client, tolerance, paths
+        self.ready = False
+        self.version = 0
+        self.mismatch: float | None = None
+        self.restarts = 0
+
+    async def start(self) -> None:
+        """Take over a server that an earlier supervisor left running, else start one."""
+        if await self.process.adopt():
+            self.version = max(0, await self.client.version())
+            logger.info("%s: taken over, version %d", self.process.name, self.version)
+        else:
+            await self.process.start()
+            self.version = 0
+        self.ready = True
+
+    async def load(self, version: int) -> dict[str, Any]:
+        """Load a version and score its probe; a failed check brings the old version back."""
+        began = time.monotonic()
+        old = self.version
+        try:
+            await self.client.load(version, self._paths.version(version))
+            mismatch = await self.client.probe(self._paths.version(version))
+        except StoreError as error:  # refused before anything changed
+            return {"ok": False, "message": str(error)}
+        except (EngineFault, EngineError) as error:
+            self.ready = False  # half-loaded: only a restart makes it trustworthy again
+            await self.process.stop()
+            return {"ok": False, "message": str(error)}
+        if not mismatch <= self._tolerance:
+            message = f"mean |Δlogprob| on the probe is {mismatch:.3g}, at most {self._tolerance:g} is allowed"
+            await self.client.load(old, self._paths.version(old))
+            return {"ok": False, "message": message}
+        self.version, self.mismatch = version, mismatch
+        return {"ok": True, "message": "", "mismatch": mismatch, "seconds": time.monotonic() - began}
+
+
+class Supervisor:
+    def __init__(
+        self,
+        paths: RunPaths,
+        config: Config,
+        pool: Rollout,
+        node: str,
+        *,
+        stop_ids: tuple[int, ...],
+        start_host: HostStarter,
+    ) -> None:
+        self._paths, self._config, self._pool, self.node = paths, config, pool, node
+        self._folder = node_folder(paths, node)
+        self._start_host = start_host
+        self.stop = asyncio.Event()
+        self.failure = ""
+        self._hosts: dict[int, asyncio.subprocess.Process] = {}
+        self._slots: list[EngineSlot] = []
+        for index in range(pool.engines):
+            process = EngineProcess(
+                pool, model=paths.model, dtype=config.model.dtype, folder=engine_folder(self._folder, index),
+                log=paths.logs / f"engine-{node}-{index}.log", index=index, seed=config.seed,
+            )  # fmt: skip
+            client = VllmEngine(
+                process.socket, stop_ids=stop_ids, max_model_len=pool.max_model_len, name=f"engine {node}-{index}"
+            )
+            self._slots.append(EngineSlot(process, client, pool.probe_tolerance, paths))
+
+    async def run(self) -> None:
+        """Until `stop` is set. Raises EngineError when an engine or host can't be kept alive."""
+        store = self._config.store
+        log = Log(
+            self._paths.log, self.node, segment_bytes=store.segment_mib << 20, segment_age_s=store.segment_age_s,
+            commit_interval_s=store.commit_interval_s,
+        )  # fmt: skip
+        server = LogServer(log, self._folder / "log.sock")
+        door = self._folder / "supervisor.sock"
+        for stale in (self._folder / "log.sock", door):
+            stale.unlink(missing_ok=True)
+        await server.start()
+        listener = await asyncio.start_unix_server(self._serve, door)
+        watchers: list[asyncio.Task[None]] = []
+        try:
+            watchers = [asyncio.create_task(self._keep_host(index)) for index in range(self._pool.hosts)]
+            watchers += [asyncio.create_task(self._keep_engine(slot)) for slot in self._slots]
+            stopping = asyncio.create_task(self.stop.wait())
+            done, _ = await asyncio.wait({stopping, *watchers}, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()  # a watcher ends only by giving up
+        finally:
+            for task in watchers:
+                task.cancel()
+            await asyncio.gather(*watchers, return_exceptions=True)
+            await self._end_hosts()
+            listener.close()
+            await server.close()
+            await log.close()
+            for slot in self._slots:
+                await slot.client.close()
+            await asyncio.gather(*(slot.process.stop() for slot in self._slots))
+            door.unlink(missing_ok=True)
+
+    async def _keep_engine(self, slot: EngineSlot) -> None:
+        deaths = 0
+        while True:
+            try:
+                await slot.start()
+                deaths = 0
+                await slot.process.ended()
+                message = f"{slot.process.name} ended by itself"
+            except EngineError as error:
+                message = str(error)
+            slot.ready = False
+            slot.restarts += 1
+            deaths += 1
+            if deaths > MAX_DEATHS:
+                raise EngineError(f"{message}; gave up after {deaths} tries")
+            logger.warning("%s; starting it again", message)
+            await slot.process.stop()  # nothing of the old one is left behind
+            await asyncio.sleep(min(0.5 * 2 ** (deaths - 1), 30))
+
+    async def _keep_host(self, index: int) -> None:
+        deaths = 0
+        while True:
+            began = time.monotonic()
+            process = self._hosts[index] = await self._start_host(index)
+            code = await process.wait()
+            deaths = deaths + 1 if time.monotonic() - began < 60 else 1
+            if deaths > MAX_DEATHS:
+                raise EngineError(f"host {self.node}-{index} ended {deaths} times (exit {code}); see the job's log")
+            logger.warning("host %s-%d ended (exit %s); starting another", self.node, index, code)
+            await asyncio.sleep(min(0.2 * 2 ** (deaths - 1), 30))
+
+    async def _end_hosts(self) -> None:
+        for step in ("terminate", "kill"):
+            alive = [process for process in self._hosts.values() if process.returncode is None]
+            for process in alive:
+                with contextlib.suppress(ProcessLookupError):
+                    getattr(process, step)()
+            if alive:
+                await asyncio.wait([asyncio.create_task(process.wait()) for process in alive], timeout=HOST_GRACE_S)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            request = json.loads(await reader.readline() or b"{}")
+            answer = await self._answer(**request) if request else None
+            writer.write(json.dumps(answer).encode() + b"\n")
+            await writer.drain()
+        except OSError:
+            pass  # the asking host is gone
+        finally:
+            writer.close()
+
+    async def _answer(self, method: str, version: int = -1) -> Any:
+        match method:
+            case "status":
+                return {
+                    "ready": all(slot.ready for slot in self._slots),
+                    "version": min(slot.version for slot in self._slots),
+                    "mismatch": max((slot.mismatch or 0.0 for slot in self._slots), default=0.0),
+                    "restarts": sum(slot.restarts for slot in self._slots),
+                    "pid": os.getpid(),
+                    "engines": [slot.process.pid for slot in self._slots],
+                    "hosts": [process.pid for process in self._hosts.values()],
+                }
+            case "load":
+                answers = await asyncio.gather(*(slot.load(version) for slot in self._slots))
+                bad = [answer for answer in answers if not answer["ok"]]
+                return bad[0] if bad else max(answers, key=lambda answer: answer["seconds"])
+            case "stop":
+                asyncio.get_running_loop().call_later(0.05, self.stop.set)  # after this answer left
+                return None
+        raise ValueError(f"a supervisor has no method {method!r}")

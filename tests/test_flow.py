@@ -1,0 +1,311 @@
+"""Flow's decisions: instructions compared one by one, then whole runs in simulated time with seeded faults."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from hpcrl import flow as f
+from hpcrl.config import Config
+from hpcrl.types import Cause, Ended, Fault, State, Task, Ticket
+
+PHASES: list[dict[str, Any]] = [
+    {"name": "warm", "objective": "sft", "updates": 3, "trajectories": 4, "publish_every": 0},
+    {"name": "rl", "objective": "grpo", "updates": 4, "trajectories": 8, "group_size": 4, "max_lag": 1},
+]
+
+
+def settings(**over: Any) -> Config:
+    tree: dict[str, Any] = {"phase": PHASES, "evaluation": {"tasks": 5}, "sandbox": [{"sessions": 64}]} | over
+    return Config.model_validate(tree)
+
+
+class Numbers:
+    """Tasks by number."""
+
+    def train(self, phase: int, number: int) -> Task:
+        return Task(environment="t", payload={"phase": phase, "number": number})
+
+    def heldout(self, number: int) -> Task:
+        return Task(environment="t", payload={"heldout": number})
+
+
+def make(config: Config | None = None, restored: f.Restored | None = None, incarnation: int = 1) -> f.Flow:
+    return f.Flow(config or settings(), Numbers(), restored or f.Restored(), incarnation=incarnation, now=0.0)
+
+
+def ended(
+    ticket: Ticket, *, status: State = State.COMPLETED, reward: float = 1.0, version: int = 0, **over: Any
+) -> Ended:
+    values: dict[str, Any] = {
+        "trajectory": ticket.trajectory, "attempt": ticket.attempt, "kind": ticket.kind, "group": ticket.group,
+        "phase": ticket.phase, "status": status, "head": f"head-{ticket.trajectory}", "rewards": {"outcome": reward},
+        "num_steps": 3, "num_sampled": 20, "num_tokens": 50, "min_version": version, "max_version": version,
+        "duration_s": 1.0,
+    }  # fmt: skip
+    return Ended(**(values | over))
+
+
+def starts(instructions: list[f.Instruction]) -> list[f.Start]:
+    return [row for row in instructions if isinstance(row, f.Start)]
+
+
+def joined(flow: f.Flow, capacity: int = 16, now: float = 0.0) -> list[f.Instruction]:
+    out = flow.handle(f.SandboxJoined(sandbox="s", capacity=64), now)
+    out += flow.handle(f.HostJoined(host="h", node="n", capacity=capacity, held=()), now)
+    return out
+
+
+def test_expert_needs_no_engine_and_training_does() -> None:
+    flow = make()
+    first = starts(joined(flow))
+    assert len(first) == 12  # all that the sft phase will train
+    assert {row.ticket.kind for row in first} == {"expert"}
+    assert {(row.host, row.ticket.sandbox) for row in first} == {("h", "s")}
+    assert len({row.ticket.trajectory for row in first}) == 12
+
+
+def test_evaluation_waits_for_its_version_and_goes_first() -> None:
+    flow = make()
+    joined(flow, capacity=20)
+    assert not starts(flow.handle(f.Published(version=0), 1.0))  # no engine yet
+    out = starts(flow.handle(f.EngineChanged(node="n", ready=True, version=0), 2.0))
+    assert [row.ticket.kind for row in out] == ["eval"] * 5
+    assert {row.ticket.pinned for row in out} == {0}
+
+
+def test_weights_load_only_when_the_evaluation_is_over() -> None:
+    flow = make(settings(phase=PHASES[1:]))
+    joined(flow)
+    flow.handle(f.Published(version=0), 0.0)
+    evals = starts(flow.handle(f.EngineChanged(node="n", ready=True, version=0), 0.0))[:5]
+    assert not any(isinstance(row, f.Load) for row in flow.handle(f.Published(version=1), 0.0))
+    for row in evals[:4]:
+        assert not any(isinstance(i, f.Load) for i in flow.handle(f.AttemptEnded(ended=ended(row.ticket)), 0.0))
+    out = flow.handle(f.AttemptEnded(ended=ended(evals[4].ticket, reward=0.0)), 0.0)
+    results = [row.result for row in out if isinstance(row, f.RecordEvaluation)]
+    assert [(row.name, row.tasks, row.successes) for row in results] == [("before", 5, 4)]
+    assert [row for row in out if isinstance(row, f.Load)] == [f.Load(node="n", version=1)]
+
+
+def test_a_group_goes_to_the_ledger_whole_without_members_lost_to_faults() -> None:
+    config = settings(phase=PHASES[1:], evaluation={"tasks": 0}, retries={"environment": 0})
+    flow = make(config)
+    joined(flow)
+    flow.handle(f.Published(version=0), 0.0)
+    rows = starts(flow.handle(f.EngineChanged(node="n", ready=True, version=0), 0.0))
+    group = [row.ticket for row in rows if row.ticket.group == rows[0].ticket.group]
+    fault = Fault(cause=Cause.ENVIRONMENT, where="sandbox", message="gone")
+    assert not _ledger(flow.handle(f.AttemptEnded(ended=ended(group[0], reward=0.0)), 0.0))
+    flow.handle(f.AttemptEnded(ended=ended(group[1], status=State.RETRYING, fault=fault, rewards={})), 0.0)
+    assert not _ledger(flow.handle(f.AttemptEnded(ended=ended(group[2])), 0.0))
+    assert not _ledger(flow.handle(f.AttemptEnded(ended=ended(group[3])), 0.0))
+    # The budget is used up: the next attempt only records the end, and the group is complete without it.
+    last = starts(flow.handle(f.Tick(), 1.0))[0].ticket
+    assert (last.trajectory, last.attempt, last.verdict) == (group[1].trajectory, 2, fault)
+    entries = _ledger(flow.handle(f.AttemptEnded(ended=ended(last, status=State.FAILED, rewards={}, fault=fault)), 1.0))
+    assert [row.trajectory for row in entries] == [group[i].trajectory for i in (0, 2, 3)]
+    assert flow.counts.status == {"COMPLETED": 3, "FAILED": 1}
+
+
+def test_what_is_admitted_can_be_trained_within_max_lag() -> None:
+    flow = make(settings(phase=PHASES[1:], evaluation={"tasks": 0}, rollout=[{"concurrent": 64}]))
+    joined(flow, capacity=64)
+    flow.handle(f.Published(version=0), 0.0)
+    rows = starts(flow.handle(f.EngineChanged(node="n", ready=True, version=0), 0.0))
+    assert len(rows) == 16  # the batch that is trained next, and one that may wait a version
+    for row in rows[:8]:
+        assert not starts(flow.handle(f.AttemptEnded(ended=ended(row.ticket)), 0.0))  # the learner is slow: no more
+    more = starts(flow.handle(f.Updated(phase="rl", phase_update=1, version=1, num_trained=8), 0.0))
+    assert len(more) == 8
+
+
+def test_a_late_word_of_an_older_attempt_changes_nothing() -> None:
+    flow = make()
+    ticket = starts(joined(flow))[0].ticket
+    flow.handle(f.AttemptLost(trajectory=ticket.trajectory, attempt=1, message="gone"), 0.0)
+    again = next(row for row in starts(flow.handle(f.Tick(), 5.0)) if row.ticket.trajectory == ticket.trajectory)
+    assert again.ticket.attempt == 2
+    assert not _ledger(flow.handle(f.AttemptEnded(ended=ended(ticket)), 6.0))
+    assert _ledger(flow.handle(f.AttemptEnded(ended=ended(again.ticket)), 7.0))
+
+
+def test_a_restarted_control_lets_hosts_claim_what_they_still_run() -> None:
+    before = make()
+    tickets = [row.ticket for row in starts(joined(before))]
+    restored = f.Restored(
+        attempts={ticket.trajectory: 1 for ticket in tickets[:3]},
+        ended={tickets[3].trajectory: ended(tickets[3])},
+        num_groups={"warm": 4},
+    )
+    flow = make(restored=restored, incarnation=2)
+    out = flow.handle(f.SandboxJoined(sandbox="s", capacity=64), 0.0)
+    assert [row.trajectory for row in _ledger(out)] == [tickets[3].trajectory]  # had ended, was not in the ledger
+    held = [(tickets[0].trajectory, 1), ("stranger", 4)]
+    out = flow.handle(f.HostJoined(host="h", node="n", capacity=32, held=held), 1.0)
+    assert f.Abandon(trajectory="stranger", attempt=4, host="h") in out
+    attached = {row.ticket.trajectory: row.ticket.attempt for row in starts(out)}
+    assert attached[tickets[0].trajectory] == 1  # the very attempt that goes on
+    assert tickets[1].trajectory not in attached  # another host may yet claim it
+    late = {row.ticket.trajectory: row.ticket.attempt for row in starts(flow.handle(f.Tick(), f.CLAIM_S + 1))}
+    assert late == {tickets[1].trajectory: 2, tickets[2].trajectory: 2}
+
+
+def test_a_version_that_an_engine_refused_is_not_tried_on_it_again() -> None:
+    flow = make(settings(phase=PHASES[1:], evaluation={"tasks": 0}))
+    joined(flow)
+    flow.handle(f.EngineChanged(node="n", ready=True, version=0), 0.0)
+    assert f.Load(node="n", version=3) in flow.handle(f.Published(version=3), 0.0)
+    assert not [i for i in flow.handle(f.LoadDone(node="n", version=3, ok=False), 0.0) if isinstance(i, f.Load)]
+    assert f.Load(node="n", version=4) in flow.handle(f.Published(version=4), 0.0)
+    assert f.Promote(version=4) in flow.handle(f.LoadDone(node="n", version=4, ok=True), 0.0)
+
+
+def _ledger(instructions: list[f.Instruction]) -> list[Any]:
+    return [entry for row in instructions if isinstance(row, f.WriteLedger) for entry in row.entries]
+
+
+class World:
+    """A run in simulated time: hosts, engines, learner and the faults between them, all from one seed."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.config = settings()
+        self.flow = make(self.config)
+        self.now = 0.0
+        self.running: dict[tuple[str, int], tuple[Ticket, str]] = {}
+        self.ledger: list[Any] = []
+        self.consumed = 0
+        self.updates = {"warm": 0, "rl": 0}
+        self.version = 0
+        self.engine = 0
+        self.loads: list[f.Load] = []
+        self.hosts: set[str] = set()
+        self.lags: list[int] = []
+        self.outcome = ""
+        self.evaluations: dict[str, f.EvaluationResult] = {}
+        self.finished: dict[str, int] = {}
+
+    def feed(self, event: f.Event) -> None:
+        for row in self.flow.handle(event, self.now):
+            match row:
+                case f.Start(ticket=ticket, host=host):
+                    assert host in self.hosts
+                    assert not any(ticket.trajectory == key[0] for key in self.running), "two attempts at once"
+                    self.running[ticket.trajectory, ticket.attempt] = (ticket, host)
+                case f.WriteLedger(entries=entries):
+                    self.ledger += entries
+                case f.Load():
+                    self.loads.append(row)
+                case f.RecordEvaluation(result=result):
+                    assert result.name not in self.evaluations
+                    self.evaluations[result.name] = result
+                case f.Abandon():
+                    self.running.pop((row.trajectory, row.attempt), None)
+                case f.Finish(outcome=outcome):
+                    self.outcome = outcome
+
+    def join(self, host: str) -> None:
+        self.hosts.add(host)
+        self.feed(f.HostJoined(host=host, node="n", capacity=6, held=()))
+
+    def step(self) -> None:
+        self.now += self.random.random()
+        match self.random.choice(
+            ["end"] * 12 + ["fault"] * 2 + ["learn"] * 4 + ["load"] * 3 + ["tick", "host", "engine"]
+        ):
+            case "end" if self.running:
+                ticket, _ = self.running.pop(self.random.choice(list(self.running)))
+                status = State.FAILED if ticket.verdict else State.COMPLETED
+                self.finished[ticket.trajectory] = self.finished.get(ticket.trajectory, 0) + 1
+                rewards = {} if ticket.verdict else {"outcome": float(self.random.random() < 0.5)}
+                self.feed(f.AttemptEnded(ended=ended(ticket, status=status, rewards=rewards, version=self.engine)))
+            case "fault" if self.running:
+                ticket, _ = self.running.pop(self.random.choice(list(self.running)))
+                fault = Fault(cause=self.random.choice([Cause.ENGINE, Cause.ENVIRONMENT]), where="x", message="x")
+                self.feed(f.AttemptEnded(ended=ended(ticket, status=State.RETRYING, rewards={}, fault=fault)))
+            case "learn":
+                self.learn()
+            case "load" if self.loads:
+                load = self.loads.pop(0)
+                self.engine = load.version
+                self.feed(f.LoadDone(node=load.node, version=load.version, ok=True))
+            case "host":
+                if len(self.hosts) > 1:
+                    gone = self.random.choice(sorted(self.hosts))
+                    self.hosts.discard(gone)
+                    self.running = {key: row for key, row in self.running.items() if row[1] != gone}
+                    self.feed(f.HostLeft(host=gone))
+                else:
+                    self.join(f"h{self.now}")
+            case "engine" if not self.loads:
+                self.feed(f.EngineChanged(node="n", ready=False, version=self.engine))
+                self.engine = 0  # restarted from the base model
+                self.feed(f.EngineChanged(node="n", ready=True, version=0))
+            case _:
+                self.feed(f.Tick())
+
+    def learn(self) -> None:
+        phase = next((row for row in self.config.phase if self.updates[row.name] < row.updates), None)
+        if phase is None:
+            return
+        batch = [entry for entry in self.ledger[self.consumed :] if entry.phase == phase.name][: phase.trajectories]
+        if len(batch) < phase.trajectories:
+            return
+        self.consumed = self.ledger.index(batch[-1]) + 1
+        self.updates[phase.name] += 1
+        if phase.name == "rl":
+            self.lags += [self.version - entry.min_version for entry in batch]
+        last = self.updates[phase.name] == phase.updates
+        version = -1
+        if last or phase.publish_every:
+            self.version += 1
+            version = self.version
+        self.feed(
+            f.Updated(
+                phase=phase.name,
+                phase_update=self.updates[phase.name],
+                version=version,
+                num_trained=self.updates[phase.name] * phase.trajectories,
+            )
+        )
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_simulated_run_ends_with_everything_accounted_for(seed: int) -> None:
+    world = World(seed)
+    world.feed(f.SandboxJoined(sandbox="s", capacity=64))
+    world.join("h")
+    world.feed(f.Published(version=0))
+    world.feed(f.EngineChanged(node="n", ready=True, version=0))
+    for _ in range(20_000):
+        if world.outcome:
+            break
+        world.step()
+    assert world.outcome == "done"
+    counts = world.flow.counts
+    assert counts.admitted == sum(counts.status.values()) + len(world.flow.open)
+    assert not world.flow.open
+    trajectories = [entry.trajectory for entry in world.ledger]
+    assert len(trajectories) == len(set(trajectories))
+    assert set(world.finished.values()) == {1}
+    assert list(world.evaluations) == ["before", "after_warm", "after_rl"]
+    assert all(row.tasks + row.failed == 5 for row in world.evaluations.values())
+    assert {row.name: row.version for row in world.evaluations.values()} == {
+        "before": 0, "after_warm": 1, "after_rl": 5,
+    }  # fmt: skip
+
+
+def test_numbers_of_a_ticket_do_not_depend_on_the_order_of_events() -> None:
+    one = {row.ticket.trajectory: row.ticket for row in starts(joined(make(), capacity=16))}
+    flow = make()
+    two = {row.ticket.trajectory: row.ticket for row in starts(joined(flow, capacity=3))}
+    for ticket in list(two.values()):
+        for row in starts(flow.handle(f.AttemptEnded(ended=ended(ticket)), 1.0)):
+            two[row.ticket.trajectory] = row.ticket
+    assert {key: replace(ticket, sandbox="") for key, ticket in two.items()}.items() <= {
+        key: replace(ticket, sandbox="") for key, ticket in one.items()
+    }.items()

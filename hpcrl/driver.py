@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import shutil
 import subprocess
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,9 @@ from distributed import Client, Scheduler, SchedulerPlugin
 from hpcrl import flow as f
 from hpcrl.config import Config
 from hpcrl.fleet import Fleet
-from hpcrl.layout import RunPaths, publish, publish_json, read_json
+from hpcrl.layout import RunPaths, is_full, publish, publish_json, read_json
 from hpcrl.observe.summary import plot
+from hpcrl.rollout.loop import DISK, history_of
 from hpcrl.store.index import Store
 from hpcrl.store.ledger import LedgerWriter, ProgressReader, UpdateRow, entries, lineage
 from hpcrl.store.records import Kind
@@ -36,6 +38,7 @@ logger = logging.getLogger(__name__)
 TICK_S = 0.25
 PROBE_S = 1.0  # between two looks at a node's engines
 END_GRACE_S = 30.0
+LEAST_FREE_BYTES = 1 << 20  # with less than that in the run folder's filesystem a run ends itself
 
 
 class TaskStream:
@@ -122,8 +125,6 @@ def restore(paths: RunPaths, config: Config, store: Store, rows: Sequence[Update
 
 
 def ended_of(store: Store, head: str) -> Ended:
-    from hpcrl.rollout.loop import history_of
-
     found = history_of([store.record(head)], store.record(head).ids)
     if not isinstance(found, Ended):
         raise StoreError(f"record {head}: not an end")
@@ -164,29 +165,42 @@ class Driver:
         self._reason = ""
         self._tasks: asyncio.TaskGroup
         self._failed_loads: list[str] = []
-        self._attached: set[asyncio.Task[None]] = set()
+        self._spawned: set[asyncio.Task[None]] = set()
         self._submitted: set[str] = set()  # trajectories that users asked for
 
     async def run(self) -> str:
-        """Until the run is over; returns the outcome: "done", "stopped" or "failed: why"."""
+        """Until the run is over; returns the outcome: "done", "stopped", "failed: why" or "full: where"."""
         self._scheduler.add_plugin(Arrivals(self._arrivals), name="hpcrl")
         self._client.subscribe_topic(TOPIC, self._receive)  # before anything is submitted: late ones get no past events
-        async with asyncio.TaskGroup() as tasks:
-            self._tasks = tasks
-            loops = [
-                tasks.create_task(coroutine)
-                for coroutine in (
-                    self._watch_workers(), self._watch_files(), self._watch_fleet(), self._watch_nodes(),
-                    self._tick(), self._report(), self._compact(),
-                )
-            ]  # fmt: skip
-            await self._outcome.wait()
-            for loop in loops:
-                loop.cancel()
-            await self._wind_down()
-            for task in self._attached:
-                task.cancel()
+        try:
+            await self._until_over()
+        except* OSError as errors:
+            if not any(is_full(error) for error in errors.exceptions):
+                raise
+            self._reason = self._full()
+        await self._wind_down()
         return self._reason
+
+    async def _until_over(self) -> None:
+        async with asyncio.TaskGroup() as self._tasks:
+            for coroutine in (
+                self._watch_workers(), self._watch_files(), self._watch_fleet(), self._watch_nodes(),
+                self._tick(), self._report(), self._compact(),
+            ):  # fmt: skip
+                self._spawn(coroutine)
+            await self._outcome.wait()
+            for task in self._spawned:
+                task.cancel()
+
+    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        task = self._tasks.create_task(coroutine)
+        self._spawned.add(task)
+        task.add_done_callback(self._spawned.discard)
+
+    def _full(self) -> str:
+        free = shutil.disk_usage(self._paths.root).free
+        root = self._paths.root
+        return f"full: disk full: {root} has {free} bytes free; free some space, then `hpcrl resume {root}`"
 
     def stop(self) -> None:
         self._handle(f.StopAsked(reason="stopped"))
@@ -200,18 +214,16 @@ class Driver:
     def _carry_out(self, instruction: f.Instruction) -> None:
         match instruction:
             case f.Start(ticket=ticket, host=host):
-                task = self._tasks.create_task(self._attach(ticket, host))
-                self._attached.add(task)
-                task.add_done_callback(self._attached.discard)
+                self._spawn(self._attach(ticket, host))
             case f.Abandon():
                 arguments = {
                     "trajectory": instruction.trajectory, "attempt": instruction.attempt, "cancelled": True
                 }  # fmt: skip
-                self._tasks.create_task(self._call(instruction.host, "abandon", **arguments))
+                self._spawn(self._call(instruction.host, "abandon", **arguments))
             case f.WriteLedger(entries=rows):
                 self._ledger.append(rows)
             case f.Load(node=node, version=version):
-                self._tasks.create_task(self._load(node, version))
+                self._spawn(self._load(node, version))
             case f.Promote(version=version):
                 publish(self._paths.current, f"{version}\n")
             case f.RecordEvaluation(result=result):
@@ -238,7 +250,10 @@ class Driver:
         except Exception as error:
             self._lost(ticket, f"{type(error).__name__}: {error}")
         else:
-            self._handle(f.AttemptEnded(ended=Ended.from_json(row)))
+            ended = Ended.from_json(row)
+            if ended.fault is not None and ended.fault.where == DISK:
+                self._handle(f.StopAsked(reason=self._full()))
+            self._handle(f.AttemptEnded(ended=ended))
 
     def _lost(self, ticket: Any, message: str) -> None:
         logger.info("%s, attempt %d, lost: %s", ticket.trajectory, ticket.attempt, message)
@@ -398,6 +413,8 @@ class Driver:
     async def _report(self) -> None:
         while True:
             publish_json(self._paths.heartbeat, self.status())
+            if shutil.disk_usage(self._paths.root).free < LEAST_FREE_BYTES:
+                self._handle(f.StopAsked(reason=self._full()))
             await asyncio.sleep(self._config.launch.status_s)
 
     def status(self) -> dict[str, Any]:
@@ -459,6 +476,8 @@ class Driver:
 
     async def _wind_down(self) -> None:
         """End all roles in order: learner told by the ledger, loops parked, engines, sandboxes; then seal the store."""
+        if self._reason.startswith("full"):
+            self._paths.reserve.unlink(missing_ok=True)
         if self._reason != "done":
             self._ledger.stop(self._reason)
         hosts = [worker for worker, role in self._roles.items() if role["role"] == "host"]

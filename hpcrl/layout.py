@@ -6,6 +6,7 @@ Owns names and durability of files; knows nothing of what is in them.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import socket
@@ -213,6 +214,11 @@ def read_json(path: Path) -> dict[str, Any] | None:
     except json.JSONDecodeError as error:
         raise StoreError(f"{path}: not JSON ({error})") from error
     return value if isinstance(value, dict) else None
+
+
+def is_full(error: BaseException) -> bool:
+    """Whether an error says that the disk or the quota is used up."""
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def next_incarnation(folder: Path, suffix: str = ".jsonl") -> tuple[int, Path]:

@@ -218,17 +218,19 @@ class SandboxNode:
             with contextlib.suppress(OSError):
                 await comm.write(answer)
 
-    async def _perform(self, op: str, trajectory: str, attempt: int, **arguments: Any) -> Any:
+    async def _perform(self, op: str, trajectory: str, attempt: int, first: bool = False, **arguments: Any) -> Any:
         if op == "release":
             return await self._pool.release(trajectory, attempt)
-        session = await self._pool.acquire(trajectory, attempt)
+        if first:
+            await self._pool.acquire(trajectory, attempt)
+        lease = self._pool.lease(trajectory, attempt)  # a lost one is never silently a fresh one
         match op:
             case "run":
-                return asdict(await session.run(**arguments))
+                return asdict(await lease.run(**arguments))
             case "write":
-                return await session.write(**arguments)
+                return await lease.write(**arguments)
             case "read":
-                return await session.read(**arguments)
+                return await lease.read(**arguments)
         raise ValueError(f"a sandbox has no operation {op!r}")
 
 
@@ -303,28 +305,34 @@ class Line:
 
 
 class RemoteSandbox:
-    """A trajectory's sandbox on another node (implements types.Sandbox)."""
+    """A trajectory's sandbox on another node (implements types.Sandbox); its first call takes one from the pool."""
 
     def __init__(self, line: Line, trajectory: str, attempt: int) -> None:
         self._line, self._who = line, {"trajectory": trajectory, "attempt": attempt}
+        self._held = False
 
     async def run(
         self, command: Sequence[str], *, stdin: bytes = b"", timeout_s: float = 30.0, cap_bytes: int = 65536
     ) -> CommandResult:
-        row = await self._line.call(
-            op="run", **self._who, command=list(command), stdin=stdin, timeout_s=timeout_s, cap_bytes=cap_bytes
-        )
+        row = await self._call(
+            op="run", command=list(command), stdin=stdin, timeout_s=timeout_s, cap_bytes=cap_bytes
+        )  # fmt: skip
         return CommandResult(**row)
 
     async def write(self, files: Mapping[str, bytes]) -> None:
-        await self._line.call(op="write", **self._who, files=dict(files))
+        await self._call(op="write", files=dict(files))
 
     async def read(self, path: str, *, cap_bytes: int = 1 << 20) -> bytes:
-        data: bytes = await self._line.call(op="read", **self._who, path=path, cap_bytes=cap_bytes)
+        data: bytes = await self._call(op="read", path=path, cap_bytes=cap_bytes)
         return data
 
     async def release(self) -> None:
-        await self._line.call(op="release", **self._who)
+        if self._held:
+            await self._line.call(op="release", **self._who)
+
+    async def _call(self, **call: Any) -> Any:
+        first, self._held = not self._held, True
+        return await self._line.call(**call, **self._who, first=first)
 
 
 class NoSandbox:

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from hpcrl.layout import is_full
 from hpcrl.rollout.engine import EngineFault
 from hpcrl.rollout.render import Renderer
 from hpcrl.store.records import Kind, Record, prompt
@@ -39,6 +40,7 @@ from hpcrl.types import (
     ToolResult,
 )
 
+DISK = "disk"  # `where` of the fault of a disk or quota that is used up
 UNKNOWN = "outcome unknown: the call may or may not have happened"
 
 
@@ -124,7 +126,7 @@ class Loop:
         except EngineFault as error:
             fault = error.fault
         except Exception as error:  # ours or the node's: nothing that the policy did
-            fault = Fault(cause=Cause.PLATFORM, where=self._where.node, message=f"{type(error).__name__}: {error}")
+            fault = self._platform(error)
         return await self._end(status, fault)
 
     # -- the loop --
@@ -320,8 +322,7 @@ class Loop:
             await self._durable()
         except OSError as error:
             # Not acknowledged, so it has not ended: the trajectory is taken up again from its last durable record.
-            fault = Fault(cause=Cause.PLATFORM, where=self._where.node, message=f"{type(error).__name__}: {error}")
-            return self._ended(State.RETRYING, fault, {}, head="")
+            return self._ended(State.RETRYING, self._platform(error), {}, head="")
         self.state = status
         return ended
 
@@ -394,6 +395,10 @@ class Loop:
     def _count(self, calls: Sequence[ToolCall]) -> None:
         self._num_calls += len(calls)
         self._num_valid_calls += sum(call.legal for call in calls)
+
+    def _platform(self, error: Exception) -> Fault:
+        where = DISK if is_full(error) else self._where.node
+        return Fault(cause=Cause.PLATFORM, where=where, message=f"{type(error).__name__}: {error}")
 
     def _state(self) -> str:
         try:

@@ -11,7 +11,6 @@ What an engine does wrong rises as EngineFault; what it can't be asked at all as
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 import re
 import time
@@ -19,9 +18,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import httpx
 import numpy as np
 
+from hpcrl.rollout.unix_http import Answer, UnixHttp
 from hpcrl.types import (
     Cause,
     EngineError,
@@ -37,7 +36,7 @@ from hpcrl.types import (
 
 UNNAMED = -1  # the version of an engine that nobody named yet
 FLOOR = -9000.0  # vLLM sends -9999 in place of NaN and -inf; no honest float32 logprob is as low
-CONTROL_TIMEOUT_S = 600.0
+HEALTH_TIMEOUT_S = 10.0
 
 
 class EngineFault(Exception):
@@ -65,16 +64,11 @@ class VllmEngine:
         self._max_model_len = max_model_len
         self._name = name
         self._loading = asyncio.Lock()
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=4.0)
-        transport = httpx.AsyncHTTPTransport(uds=str(socket), limits=limits)
-        # No read timeout: how long a generation may take is its caller's deadline. Cancelling a call ends the request.
-        timeout = httpx.Timeout(None, connect=30.0)
-        self._client = httpx.AsyncClient(
-            transport=transport, base_url="http://engine", timeout=timeout, trust_env=False
-        )
+        # No time limits here: how long a generation may take is its caller's deadline.
+        self._http = UnixHttp(socket)
 
     async def close(self) -> None:
-        await self._client.aclose()
+        await self._http.close()
 
     # ---- generation ---------------------------------------------------------------------------------------------
 
@@ -109,7 +103,6 @@ class VllmEngine:
         if len(logprobs) != len(sampled):
             raise EngineFault(f"request {request}: {len(sampled)} ids but {len(logprobs)} logprobs", self._name)
         self._refuse_no_numbers(logprobs, request)
-        metrics = answer.get("metrics") or {}
         details = (answer.get("usage") or {}).get("prompt_tokens_details") or {}
         return Generation(
             ids=sampled,
@@ -117,7 +110,6 @@ class VllmEngine:
             spans=_spans(choice.get("weight_versions") or (), len(sampled)),
             finish_reason=reason,
             cached_tokens=int(details.get("cached_tokens") or 0),
-            queue_s=float(metrics.get("queue_time_ms") or 0.0) / 1e3,
             duration_s=duration_s,
         )
 
@@ -182,22 +174,24 @@ class VllmEngine:
         from hpcrl.weights.load import read_probe  # needs torch, which a host has no use for
 
         probe = read_probe(folder)
-        rows = [row[:length] for row, length in zip(probe.ids, probe.lengths, strict=True)]
-        ours = np.concatenate(await self.score(rows))
-        theirs = np.concatenate([row[: length - 1] for row, length in zip(probe.logprobs, probe.lengths, strict=True)])
-        return float(np.abs(ours.astype(np.float64) - theirs).mean())
+        ids, logprobs = probe.ids.numpy(), probe.logprobs.numpy()  # [B, T]
+        lengths = probe.lengths.tolist()
+        ours = await self.score([row[:length] for row, length in zip(ids, lengths, strict=True)])
+        theirs = [row[1:length] for row, length in zip(logprobs, lengths, strict=True)]
+        return float(np.abs(np.concatenate(ours).astype(np.float64) - np.concatenate(theirs)).mean())
 
     # ---- state --------------------------------------------------------------------------------------------------
 
     async def healthy(self) -> bool:
         try:
-            return (await self._client.get("/health", timeout=10.0)).status_code == 200
-        except httpx.HTTPError:
+            async with asyncio.timeout(HEALTH_TIMEOUT_S):
+                return (await self._http.request("GET", "/health")).status == 200
+        except (OSError, TimeoutError):
             return False
 
     async def stats(self) -> EngineStats:
         """From the server's metrics page: for every few seconds, not for every step."""
-        text = (await self._send("GET", "/metrics")).text
+        text = (await self._send("GET", "/metrics")).body.decode()
         return EngineStats(
             running=int(_metric(text, "num_requests_running")),
             waiting=int(_metric(text, "num_requests_waiting")),
@@ -206,22 +200,22 @@ class VllmEngine:
         )
 
     async def _post(self, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        response = await self._send("POST", path, None if body is None else json.dumps(body).encode())
-        answer = json.loads(response.content)
+        answer = (await self._send("POST", path, body)).json()
         assert isinstance(answer, dict)
         return answer
 
-    async def _send(self, method: str, path: str, content: bytes | None = None) -> httpx.Response:
-        headers = {"content-type": "application/json"} if content is not None else None
+    async def _send(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Answer:
         try:
-            response = await self._client.request(method, path, content=content, headers=headers)
-        except httpx.HTTPError as error:
+            answer = await self._http.request(method, path, body)
+        except OSError as error:
             raise EngineFault(f"{path}: {type(error).__name__}: {error}", self._name) from error
-        if response.status_code >= 500:
-            raise EngineFault(f"{path}: {response.status_code} {response.text[:500]}", self._name)
-        if response.status_code >= 400:
-            raise EngineError(f"{self._name} refused {path}: {response.status_code} {response.text[:500]}")
-        return response
+        if answer.status >= 400:
+            said = f"{path}: {answer.status} {answer.body[:500].decode(errors='replace')}"
+            # prompt_logprobs are not floored: vLLM finds that JSON has no NaN, and calls it the asker's mistake.
+            if answer.status >= 500 or b"Out of range float values" in answer.body:
+                raise EngineFault(said, self._name)
+            raise EngineError(f"{self._name} refused {said}")
+        return answer
 
 
 def _spans(rows: Sequence[Mapping[str, Any]], length: int) -> tuple[Span, ...]:

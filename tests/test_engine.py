@@ -1,0 +1,162 @@
+"""A real vLLM server on the CPU against transformers with the same weights."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import EOS, MAX_MODEL_LEN, NUM_TOKENS, EngineRig
+
+from hpcrl.rollout import guard
+from hpcrl.rollout.engine import ContextTooLong, EngineFault, VllmEngine
+from hpcrl.types import Cause, Generation, Int32Array, Sampling, StoreError
+
+pytestmark = pytest.mark.vllm
+
+
+def context(length: int, seed: int) -> Int32Array:
+    return np.random.default_rng(seed).integers(5, NUM_TOKENS, length, dtype=np.int32)
+
+
+def difference(rig: EngineRig, version: int, ids: Int32Array, got: Generation, temperature: float = 1.0) -> Any:
+    """|engine - transformers| of each sampled token, [T]."""
+    whole = [*ids.tolist(), *got.ids.tolist()]
+    return np.abs(rig.reference(version, whole, temperature)[len(ids) - 1 :] - got.logprobs)
+
+
+async def until(what: Any, seconds: float = 5.0) -> None:
+    async with asyncio.timeout(seconds):
+        while not await what():  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+
+
+async def test_engine_outlives_its_supervisor(rig: EngineRig, engine: VllmEngine) -> None:
+    await asyncio.sleep(2 * guard.POLL_S)
+    assert rig.process.alive
+    assert rig.process.pid == rig.first_pid
+    assert (await engine.stats()).version == 0
+    assert rig.process.folder.stat().st_mode & 0o077 == 0
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6, 1.5])
+async def test_logprobs_are_those_of_the_distribution_sampled_from(
+    rig: EngineRig, engine: VllmEngine, temperature: float
+) -> None:
+    ids = context(40, 1)
+    sampling = Sampling(temperature=temperature, max_tokens=50)
+    got = await asyncio.gather(*(engine.generate(ids, sampling, request=f"r{index}") for index in range(8)))
+    worst = np.concatenate([difference(rig, 0, ids, one, temperature) for one in got])
+    assert worst.mean() < 1e-5
+    for one in got:
+        assert [(span.version, span.start, span.stop) for span in one.spans] == [(0, 0, len(one.ids))]
+        if one.finish_reason == "stop":
+            assert one.ids[-1] == EOS
+            assert EOS not in one.ids[:-1]
+        else:
+            assert (one.finish_reason, len(one.ids)) == ("length", 50)
+            assert EOS not in one.ids
+    assert len({one.ids.tobytes() for one in got}) > 1
+
+
+async def test_room_in_the_context(engine: VllmEngine) -> None:
+    sampling = Sampling(temperature=1.0, max_tokens=20)
+    got = await engine.generate(context(MAX_MODEL_LEN - 1, 2), sampling, request="last")
+    assert len(got.ids) == 1
+    with pytest.raises(ContextTooLong, match=f"{MAX_MODEL_LEN} tokens"):
+        await engine.generate(context(MAX_MODEL_LEN, 2), sampling, request="over")
+
+
+async def test_cancelling_ends_the_request_in_the_engine(rig: EngineRig) -> None:
+    # No stop ids: each would run for more than 200 tokens.
+    engine = VllmEngine(rig.process.socket, stop_ids=(), max_model_len=MAX_MODEL_LEN)
+    sampling = Sampling(temperature=1.0, max_tokens=240)
+    calls = [asyncio.create_task(engine.generate(context(8, 3), sampling, request=f"c{i}")) for i in range(16)]
+
+    async def running(count: int) -> bool:
+        return (await engine.stats()).running == count
+
+    await until(lambda: running(16))
+    assert not any(call.done() for call in calls)
+    for call in calls:
+        call.cancel()
+    await asyncio.gather(*calls, return_exceptions=True)
+    began = time.monotonic()
+    await until(lambda: running(0))
+    took = time.monotonic() - began
+    await engine.close()
+    assert took < 1.0
+
+
+async def test_load_in_place_then_back(rig: EngineRig, engine: VllmEngine) -> None:
+    assert await engine.probe(rig.version(0)) < 1e-5
+    assert await engine.probe(rig.version(1)) > 0.1
+    for version in (1, 2, 0):
+        await engine.load(version, rig.version(version))
+        assert await engine.probe(rig.version(version)) < 1e-5
+        assert await engine.version() == version
+
+
+async def test_requests_in_flight_survive_a_load(rig: EngineRig) -> None:
+    engine = VllmEngine(rig.process.socket, stop_ids=(), max_model_len=MAX_MODEL_LEN)
+    ids = context(140, 4)
+    sampling = Sampling(temperature=1.0, max_tokens=110)
+    calls = [asyncio.create_task(engine.generate(ids, sampling, request=f"f{index}")) for index in range(4)]
+    await asyncio.sleep(0.5)
+    await engine.load(1, rig.version(1))
+    got = await asyncio.gather(*calls)
+    await engine.load(0, rig.version(0))
+    await engine.close()
+    for one in got:
+        assert len(one.ids) == 110
+        assert [span.version for span in one.spans] == [0, 1]
+        for span in one.spans:  # the part after the load attends to nothing that the old weights computed
+            assert difference(rig, span.version, ids, one)[span.start : span.stop].mean() < 1e-5
+
+
+async def test_no_stale_prefix_after_a_load(rig: EngineRig, engine: VllmEngine) -> None:
+    ids, sampling = context(200, 5), Sampling(temperature=1.0, max_tokens=20)
+    await engine.generate(ids, sampling, request="first")
+    again = await engine.generate(ids, sampling, request="again")
+    assert again.cached_tokens == 128
+    await engine.load(1, rig.version(1))
+    fresh = await engine.generate(ids, sampling, request="fresh")
+    assert fresh.cached_tokens == 0
+    assert difference(rig, 1, ids, fresh).mean() < 1e-5
+    await engine.load(0, rig.version(0))
+
+
+async def test_damaged_part_is_refused_and_the_old_version_stays(rig: EngineRig, engine: VllmEngine) -> None:
+    with pytest.raises(StoreError, match="part-00001-of-00002"):
+        await engine.load(3, rig.version(3))
+    with pytest.raises(StoreError, match="no whole version"):
+        await engine.load(9, rig.folder)
+    assert await engine.version() == 0
+    assert await engine.probe(rig.version(0)) < 1e-5
+    ids = context(30, 6)
+    got = await engine.generate(ids, Sampling(temperature=1.0, max_tokens=10), request="on")
+    assert got.spans[0].version == 0
+
+
+async def test_logprobs_that_are_no_numbers_are_the_engines_fault(rig: EngineRig, engine: VllmEngine) -> None:
+    await engine.load(4, rig.version(4))
+    try:
+        with pytest.raises(EngineFault, match="NaN") as caught:
+            await engine.generate(context(30, 7), Sampling(temperature=1.0, max_tokens=3), request="nan")
+        assert caught.value.fault.cause is Cause.ENGINE
+        with pytest.raises(EngineFault, match="Out of range float"):
+            await engine.probe(rig.version(4))
+    finally:
+        await engine.load(0, rig.version(0))
+    assert await engine.probe(rig.version(0)) < 1e-5
+
+
+async def test_nobody_listens(tmp_path: Path) -> None:
+    engine = VllmEngine(tmp_path / "none", stop_ids=(EOS,), max_model_len=64, name="engine n1-0")
+    with pytest.raises(EngineFault) as caught:
+        await engine.generate(context(4, 8), Sampling(temperature=1.0, max_tokens=3), request="x")
+    assert (caught.value.fault.cause, caught.value.fault.where) == (Cause.ENGINE, "engine n1-0")
+    assert not await engine.healthy()

@@ -1,0 +1,9 @@
+"""The store: every step of a run, kept the moment it happens.
+
+records             what is stored, and its bytes
+segment, log, link  where it becomes durable: a node's log, and the socket that feeds it
+shard, compact      the sealed HDF5 form, and how segments become it
+index, rows         Store, the reader over both
+ledger              the files between control and learner
+query               verify, and a table for pandas
+"""

@@ -182,6 +182,11 @@ class Record:
         dtype, default = COLUMNS[column]
         return np.full(len(self.ids), default, dtype)
 
+    @property
+    def size(self) -> int:
+        """Bytes of its frame."""
+        return FRAME.size + len(self.payload)
+
     def frame(self) -> bytes:
         return FRAME.pack(len(self.payload), self.kind, checksum(self.kind, self.payload)) + self.payload
 

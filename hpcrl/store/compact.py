@@ -1,0 +1,227 @@
+"""Closed segments become shards. Safe to kill anywhere, and two at once do no harm.
+
+    claim shards/<n>.claim -> read segments -> publish shards/<n>.h5 -> unlink the segments -> drop the claim
+
+A shard lists the segments that it was made from, so those that a crash left behind are known, never read twice, and
+unlinked by the next run. A number belongs to whoever made its claim (O_EXCL) and never comes back, so nobody can
+rename a shard over another's. Of two claims by living processes the lower wins.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from hashlib import sha256
+from importlib import metadata
+from pathlib import Path
+
+from hpcrl.layout import RunPaths, sync_folder
+from hpcrl.store.records import Torn
+from hpcrl.store.segment import CLOSED, OPEN, Owner, name_parts, read_header, read_segment, recover, segments
+from hpcrl.store.shard import Row, Source, sources_of, write_shard
+from hpcrl.types import StoreError
+
+logger = logging.getLogger(__name__)
+
+SHARD_BYTES = 256 << 20  # of segments, read into memory for one shard
+STALE_S = 900.0  # after which a claim that another machine made no longer holds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    shards: int = 0
+    segments: int = 0
+    records: int = 0
+    left_over: int = 0  # segments that were in a shard already
+    damaged: tuple[str, ...] = ()  # segments that could not be read; `store verify` names the place
+    refused: str = ""  # why nothing was done: another compactor is at work
+
+
+def compact(paths: RunPaths, *, shard_bytes: int = SHARD_BYTES) -> Report:
+    """Move every closed segment into shards; a damaged one stays where it is and is reported.
+
+    Raises StoreError when a shard's list of sources can't be read, OSError when the disk is full.
+    """
+    done = Report()
+    sources: dict[Path, set[str]] = {}
+    while True:
+        sources |= {path: {row["uid"] for row in sources_of(path)} for path in shards(paths) if path not in sources}
+        fresh: list[Path] = []
+        for path in segments(paths.log, CLOSED):
+            uid = _uid(path)
+            if any(uid in uids for uids in sources.values()):
+                path.unlink(missing_ok=True)
+                done = _plus(done, Report(left_over=1))
+            elif str(path) not in done.damaged:
+                fresh.append(path)
+        if not fresh:
+            _rival(paths, None)
+            break
+        with _claim(paths) as number:
+            if isinstance(number, str):
+                done = _plus(done, Report(refused=number))
+                break
+            done = _plus(done, _compact(paths, number, _batch(fresh, shard_bytes)))
+    if done.segments or done.left_over:
+        sync_folder(paths.log)
+    return done
+
+
+def shards(paths: RunPaths) -> list[Path]:
+    return sorted((path for path in paths.shards.glob("*.h5") if path.stem.isdigit()), key=lambda path: int(path.stem))
+
+
+def seal_dead(paths: RunPaths, alive: Callable[[str], bool]) -> list[Path]:
+    """Close the open segments of owners whose node is not `alive`; the closed segments. Only for owners known dead."""
+    sealed = []
+    for path in segments(paths.log, OPEN):
+        if not alive(name_parts(path)[0]):
+            with contextlib.suppress(FileNotFoundError):
+                sealed.append(recover(path))
+    return [path for path in sealed if path is not None]
+
+
+def seal_dead_here(paths: RunPaths) -> list[Path]:
+    """`seal_dead` for owners that were processes of this machine, by pid and start time."""
+    gone = set()
+    for path in segments(paths.log, OPEN):
+        with contextlib.suppress(Torn, FileNotFoundError):
+            header = read_header(path)[0]
+            if header.owner.lives() is False:
+                gone.add(header.node)
+            else:
+                gone.discard(header.node)
+    return seal_dead(paths, lambda node: node not in gone)
+
+
+def _uid(path: Path) -> str:
+    """Of a closed segment; "" when its header is damaged."""
+    try:
+        return read_header(path)[0].uid
+    except (Torn, StoreError, FileNotFoundError):
+        return ""
+
+
+def _batch(fresh: Sequence[Path], shard_bytes: int) -> list[Path]:
+    """The first segments that fit one shard (at least one)."""
+    batch: list[Path] = []
+    total = 0
+    for path in fresh:
+        total += path.stat().st_size
+        if batch and total > shard_bytes:
+            break
+        batch.append(path)
+    return batch
+
+
+def _compact(paths: RunPaths, number: int, batch: Sequence[Path]) -> Report:
+    sources: list[Source] = []
+    rows: list[Row] = []
+    damaged: list[str] = []
+    for path in batch:
+        try:
+            found = list(read_segment(path))
+            header = read_header(path)[0]
+        except (Torn, StoreError) as error:
+            logger.error("not compacted: %s", error)
+            damaged.append(str(path))
+            continue
+        rows += [(record, len(sources), offset) for offset, record in found]
+        names = {"name": path.name, "uid": header.uid, "node": header.node, "number": header.number}
+        sources.append({**names, "records": len(found)})
+    if not sources:
+        return Report(damaged=tuple(damaged))
+    count = write_shard(_shard(paths, number), rows, sources, _provenance(paths))
+    for source in sources:
+        (paths.log / source["name"]).unlink(missing_ok=True)
+    return Report(shards=1, segments=len(sources), records=count, damaged=tuple(damaged))
+
+
+def _shard(paths: RunPaths, number: int) -> Path:
+    return paths.shards / f"{number:06d}.h5"
+
+
+def _provenance(paths: RunPaths) -> dict[str, str | float]:
+    config = paths.config.read_bytes() if paths.config.is_file() else b""
+    return {
+        "hpcrl_version": metadata.version("hpcrl"),
+        "config_sha256": sha256(config).hexdigest(),
+        "created_wall": time.time(),
+    }
+
+
+@contextlib.contextmanager
+def _claim(paths: RunPaths) -> Iterator[int | str]:
+    """A shard number of one's own, or why there is none now."""
+    number = max((int(p.stem) for p in paths.shards.iterdir() if p.stem.isdigit()), default=0) + 1
+    while True:
+        path = paths.shards / f"{number:06d}.claim"
+        try:
+            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        except FileExistsError:
+            number += 1
+            continue
+        try:
+            os.write(fd, json.dumps(asdict(Owner.me())).encode())
+            os.close(fd)
+            if _shard(paths, number).exists():  # its maker published, and dropped its claim, since we looked
+                number += 1
+                path.unlink()
+                continue
+            yield _rival(paths, path) or number
+        finally:
+            path.unlink(missing_ok=True)
+        return
+
+
+def _rival(paths: RunPaths, mine: Path | None) -> str:
+    """Who holds a claim lower than mine. Claims of the dead are removed, with what they had begun to write."""
+    for path in sorted(paths.shards.glob("*.claim")):
+        if mine is not None and path.stem >= mine.stem:
+            continue
+        with contextlib.suppress(FileNotFoundError):
+            text = path.read_text()  # empty when its maker died, or is, between making and writing it
+            lives = Owner(**json.loads(text)).lives() if text else None
+            if lives is None and mine is not None:
+                # Ages by the file server's clock alone: both files were dated by it.
+                lives = mine.stat().st_mtime - path.stat().st_mtime < (STALE_S if text else 10.0)
+            if lives is not False:
+                return f"{path} is held by a compactor that lives or can't be seen from here"
+            for torn in paths.shards.glob(f".{path.stem}.h5.*.tmp"):
+                torn.unlink(missing_ok=True)
+            path.unlink(missing_ok=True)
+    return ""
+
+
+def _plus(a: Report, b: Report) -> Report:
+    return Report(
+        shards=a.shards + b.shards,
+        segments=a.segments + b.segments,
+        records=a.records + b.records,
+        left_over=a.left_over + b.left_over,
+        damaged=a.damaged + b.damaged,
+        refused=a.refused or b.refused,
+    )
+
+
+def main(run: str) -> int:
+    """`python -m hpcrl.store.compact RUN`: also closes what dead owners of this machine left open."""
+    try:
+        paths = RunPaths.of(run)
+        seal_dead_here(paths)
+        report = compact(paths)
+    except (StoreError, OSError) as error:
+        print(f"hpcrl.store.compact: {error}", file=sys.stderr)
+        return 2 if isinstance(error, StoreError) else 1
+    print(json.dumps(asdict(report)))
+    return 1 if report.damaged else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:2] or [""]))

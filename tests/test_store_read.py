@@ -1,0 +1,386 @@
+"""Shards, compaction, the index: the same records, whatever file they lie in, and damage is named."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+from store_parts import act, adopt, end, observe, open_log, run_folder, trajectory
+
+from hpcrl.layout import RunPaths
+from hpcrl.store import compact as compaction
+from hpcrl.store.compact import compact, seal_dead, seal_dead_here, shards
+from hpcrl.store.index import Store
+from hpcrl.store.ledger import LedgerWriter, ProgressWriter, UpdateRow
+from hpcrl.store.query import table, verify
+from hpcrl.store.records import Kind, Record, prompt
+from hpcrl.store.segment import CLOSED, OPEN, Header, Owner, segments
+from hpcrl.store.shard import Shard
+from hpcrl.types import Entry, StoreError
+
+
+async def write(paths: RunPaths, records: list[Record], node: str = "n1", segment_bytes: int = 1 << 20) -> None:
+    log = open_log(paths, node, segment_bytes=segment_bytes)
+    for record in records:
+        await log.append([record.frame()])
+    await log.close()
+
+
+def hashes(store: Store) -> set[str]:
+    return {store.record(row.hash).hash for _, row in store.rows()}
+
+
+async def test_a_shard_reads_back_the_same_records(tmp_path: Path) -> None:
+    paths = run_folder(tmp_path)
+    beside = [
+        Record(kind=Kind.REWARD, trajectory="a", step=1, meta={"source": "judge", "value": 0.25, "wall": 5.0}),
+        Record(kind=Kind.TRANSITION, trajectory="a", meta={"state": "RUNNING", "wall": 1, "mono": 2, "boot_id": "b"}),
+    ]
+    a, b = trajectory("a"), trajectory("b")
+    mixed = [record for pair in zip(a, b, strict=True) for record in pair] + beside
+    await write(paths, mixed, segment_bytes=1500)
+    count = len(segments(paths.log, CLOSED))
+    assert count >= 3
+    report = compact(paths)
+    assert (report.shards, report.segments, report.records) == (1, count, len(mixed) - 1)  # the prompt once
+    assert [path.name for path in paths.log.iterdir()] == ["n1.last"]
+    assert [path.name for path in paths.shards.iterdir()] == ["000001.h5"]
+    shard = Shard(shards(paths)[0])
+    assert {shard.record(row) for row in range(len(shard))} == set(mixed)
+    with h5py.File(shards(paths)[0]) as file:  # plain h5py
+        assert all(file["tokens"][name].chunks is None for name in file["tokens"])
+        steps, ids = file["steps"], file["trajectories/id"][:].tolist()
+        assert ids == [b"", b"a", b"b"]
+        first, rows = file["trajectories/first_row"][1], file["trajectories/num_rows"][1]
+        assert set(steps["trajectory"][first : first + rows]) == {1}  # side by side
+        row = next(i for i in range(first, first + rows) if steps["kind"][i] == Kind.ACT and steps["step"][i] == 1)
+        tokens = slice(steps["token_start"][row], steps["token_stop"][row])
+        assert file["tokens/ids"][tokens].tolist() == [11, 20]
+        assert file["tokens/sampled"][tokens].tolist() == [True, True]
+        text = file["text/meta"][steps["meta_start"][row] : steps["meta_stop"][row]].tobytes()
+        assert json.loads(text)["meta"]["calls"][0]["key"] == "1/0"
+        assert sorted(zip(file["rewards/source"][:], file["rewards/value"][:], strict=True)) == [
+            (b"judge", 0.25),
+            (b"outcome", 1.0),
+            (b"outcome", 1.0),
+        ]
+        assert file["transitions/state"][:].tolist() == [b"RUNNING"]
+        assert file.attrs["schema"] == 1 and len(file.attrs["config_sha256"]) == 64
+        assert sum(source["records"] for source in json.loads(file.attrs["segments"])) == len(mixed)
+
+
+async def test_flipped_bytes_in_a_shard_are_found(tmp_path: Path) -> None:
+    paths = run_folder(tmp_path)
+    await write(paths, trajectory("a", steps=6))
+    compact(paths)
+    (path,) = shards(paths)
+    good = path.read_bytes()
+    with h5py.File(path) as file:
+        # Every byte of a column is covered; those of HDF5's own structures that it doesn't need may differ unnoticed.
+        spans = [(column.id.get_offset(), column.nbytes) for group in file.values() for column in group.values()]
+    places = [base + at for base, size in spans if size for at in range(0, size, max(1, size // 12))]
+    assert len(places) > 200
+    for at in places:
+        path.write_bytes(good[:at] + bytes((good[at] ^ 0x04,)) + good[at + 1 :])
+        with pytest.raises(StoreError, match=r"000001\.h5: damaged"):
+            shard = Shard(path)
+            for row in range(len(shard)):
+                shard.record(row)
+            shard.check()  # for what no record needs: defaults filled in
+    path.write_bytes(good[: len(good) // 2])
+    assert verify(paths).damaged == 1
+    path.write_bytes(good)
+    assert verify(paths).ok
+
+
+@pytest.mark.parametrize("where", ["segment", "shard", "open"])
+async def test_the_store_reads_chains(tmp_path: Path, where: str) -> None:
+    paths = run_folder(tmp_path)
+    start = prompt([1, 2, 3])
+    first = adopt("t")
+    turn0 = act(first, 0, [10, 11], root=start.hash, version=4)
+    seen0 = observe(turn0, [12])
+    turn1 = act(seen0, 1, [13, 14, 15], version=5)
+    late = observe(turn1, [99])  # the old owner wrote on after the next attempt was granted from turn1's parent
+    again = adopt("t", attempt=2, parent=seen0.hash, step=0)
+    turn1b = act(again, 1, [16], version=6)
+    last = end(turn1b, reward=0.5)
+    await write(paths, [start, first, turn0, seen0, turn1], "n1")
+    log = open_log(paths, "n2")
+    await log.append([record.frame() for record in (again, turn1b, last)])
+    if where != "open":
+        await log.close()
+    await write(paths, [late], "n1")
+    if where == "shard":
+        compact(paths)
+    with Store(paths, open_segments=where == "open") as store:
+        assert store.head("t") == last.hash and store.head("u") is None
+        assert [record.hash for record in store.chain(last.hash)] == [
+            record.hash for record in (first, turn0, seen0, again, turn1b, last)
+        ]
+        sequence = store.sequence(last.hash, 0.5)
+        assert sequence.ids.tolist() == [1, 2, 3, 10, 11, 12, 16] and sequence.ids.dtype == np.int32
+        assert sequence.steps.tolist() == [-1, -1, -1, 0, 0, 0, 1]
+        assert sequence.sampled.tolist() == [False] * 3 + [True, True, False, True]
+        assert sequence.versions.tolist() == [-1, -1, -1, 4, 4, -1, 6]
+        assert np.allclose(sequence.logprobs, [0, 0, 0, -0.1, -0.2, 0, -0.1]) and sequence.reward == 0.5
+        assert store.sequence(turn1.hash, 0).ids.tolist() == [1, 2, 3, 10, 11, 12, 13, 14, 15]
+        (info,) = store.trajectories()
+        assert (info.status, info.attempt, info.num_steps, info.num_sampled) == ("COMPLETED", 2, 2, 3)
+        assert (info.num_orphans, info.rewards, info.group, info.phase) == (2, {"outcome": 0.5}, "g", "rl")
+        assert info.task.startswith("find-") and info.task == store.task("t").id
+        assert len(store.records("t")) == 8
+        receipts = store.receipts("t")
+        assert [receipt.kind for receipt in receipts] == ["ADOPT", "ACT", "OBSERVE", "ADOPT", "ACT", "END"]
+        assert [receipt.node for receipt in receipts] == ["n1"] * 3 + ["n2"] * 3
+        assert store.has(late.hash) and not store.has("0" * 32)
+        assert verify(paths).ok and verify(paths).orphans == 2
+    if where == "open":
+        await log.close()
+
+
+async def test_a_new_root_begins_a_new_context(tmp_path: Path) -> None:
+    paths = run_folder(tmp_path)
+    before, after = prompt([1, 2]), prompt([7])
+    first = adopt("t")
+    turn0 = act(first, 0, [3], root=before.hash)
+    seen0 = observe(turn0, [4])
+    turn1 = act(seen0, 1, [5], root=after.hash)
+    seen1 = observe(turn1, [6])
+    await write(paths, [before, first, turn0, seen0, after, turn1, seen1])
+    with Store(paths) as store:
+        assert store.sequence(seen0.hash, 0).ids.tolist() == [1, 2, 3, 4]
+        sequence = store.sequence(seen1.hash, 0)
+        assert sequence.ids.tolist() == [7, 5, 6] and sequence.steps.tolist() == [-1, 1, 1]
+        with pytest.raises(StoreError, match="no root"):
+            store.sequence(first.hash, 0)
+
+
+async def test_missing_and_incomplete_records_are_named(tmp_path: Path) -> None:
+    paths = run_folder(tmp_path)
+    records = trajectory("t")
+    bare = Record(kind=Kind.REWARD, trajectory="t", meta={"source": "judge"})
+    await write(paths, [*records[1:3], *records[4:], bare])
+    with Store(paths) as store:
+        with pytest.raises(StoreError, match=f"no record {records[3].hash}, the parent of {records[4].hash}"):
+            store.chain(records[-1].hash)
+        assert store.has(records[-1].hash) and not store.complete(records[-1].hash)
+    report = verify(paths)
+    assert (report.missing_parents, report.lacking_fields, report.ok) == (
+        2,
+        2,
+        False,
+    )  # OBSERVE and PROMPT; value, wall
+    assert any("no field value" in text for text in report.problems)
+
+
+async def test_an_append_that_failed_and_its_successor(tmp_path: Path) -> None:
+    """A refused append may have reached the disk; what was appended in its place is the chain."""
+    paths = run_folder(tmp_path)
+    start, first = prompt([1]), adopt("t")
+    refused, kept = act(first, 0, [8], root=start.hash), act(first, 0, [9], root=start.hash)
+    tail = observe(kept, [2])
+    await write(paths, [start, first, kept, tail, refused])
+    with Store(paths) as store:
+        assert store.head("t") == tail.hash
+        assert next(store.trajectories()).num_orphans == 1
+
+
+async def test_refresh_takes_in_only_what_is_new_and_follows_compaction(tmp_path: Path) -> None:
+    paths = run_folder(tmp_path)
+    await write(paths, trajectory("a"))
+    store = Store(paths)
+    store.refresh()
+    log = open_log(paths)
+    b = trajectory("b")
+    await log.append([record.frame() for record in b])
+    store.refresh()
+    assert not store.has(b[-1].hash)  # an open segment
+    await log.close()
+    store.refresh()
+    assert store.has(b[-1].hash) and len(store) == 11
+    compact(paths)  # the segments go while the store still points at them, one of them held open
+    assert [record.hash for record in store.chain(b[-1].hash)] == [record.hash for record in b[1:]]
+    store.refresh()
+    assert len(store) == 11 and len(store.records("a")) == 5 and hashes(store) == {r.hash for r in trajectory("a") + b}
+    began = time.perf_counter()
+    for _ in range(100):
+        store.refresh()
+    assert (time.perf_counter() - began) / 100 < 0.01
+    store.close()
+    follower = Store(paths, open_segments=True)
+    log = open_log(paths)
+    for i, record in enumerate(trajectory("c")):
+        await log.append([record.frame()])
+        follower.refresh()
+        assert len(follower) == 11 + i  # the prompt is known
+    await log.close()
+    follower.refresh()
+    assert len(follower) == 16
+    follower.close()
+
+
+async def test_left_over_segments_are_never_read_twice(tmp_path: Path) -> None:
+    paths = run_folder(tmp_path)
+    await write(paths, trajectory("a"))
+    (path,) = segments(paths.log, CLOSED)
+    shutil.copy(path, tmp_path / path.name)
+    compact(paths)
+    shutil.copy(tmp_path / path.name, path)  # as if the crash had come between rename and unlink
+    with Store(paths) as store:
+        assert len(store) == 6
+    report = compact(paths)
+    assert (report.left_over, report.shards, report.records) == (1, 0, 0)
+    assert not segments(paths.log, CLOSED) and len(shards(paths)) == 1
+
+
+async def test_one_compactor_at_a_time_and_dead_claims_go(tmp_path: Path) -> None:
+    paths = run_folder(tmp_path)
+    await write(paths, trajectory("a"))
+    claim = paths.shards / "000001.claim"
+    claim.write_text(json.dumps({"pid": os.getpid(), "start": Owner.me().start, "boot": Owner.me().boot}))
+    assert "000001.claim" in compact(paths).refused and not shards(paths)
+    claim.write_text(json.dumps({"pid": os.getpid(), "start": 1, "boot": Owner.me().boot}))  # a pid that came back
+    (paths.shards / ".000001.h5.7.tmp").write_bytes(b"half")
+    assert compact(paths).shards == 1
+    assert [path.name for path in paths.shards.iterdir()] == ["000002.h5"]
+    await write(paths, trajectory("b"))
+    claim = paths.shards / "000007.claim"
+    claim.write_text(json.dumps({"pid": 1, "start": 1, "boot": "another machine"}))
+    assert "can't be seen from here" in compact(paths).refused
+    os.utime(claim, (time.time() - compaction.STALE_S - 9,) * 2)
+    assert compact(paths).shards == 1 and [path.name for path in shards(paths)][-1] == "000008.h5"
+
+
+async def test_a_damaged_segment_stays_and_the_rest_is_compacted(tmp_path: Path) -> None:
+    paths = run_folder(tmp_path)
+    await write(paths, trajectory("a"))
+    await write(paths, trajectory("b"))
+    path = segments(paths.log, CLOSED)[0]
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    report = compact(paths)
+    assert (report.damaged, report.shards, report.records) == ((str(path),), 1, 6)
+    with Store(paths) as store:
+        assert path.name in store.damaged and "damaged at byte" in store.damaged[path.name]
+        assert store.complete(trajectory("b")[-1].hash) and not store.complete(trajectory("a")[-1].hash)
+    assert verify(paths).damaged >= 1 and not verify(paths).ok
+
+
+# Compacts copies of a run folder in children that kill themselves before the n-th file operation in it (by Python's
+# audit events: open, rename, unlink, list), then others at random moments; until one child gets through, and ten more.
+KILLER = """
+import os, random, shutil, signal, sys, threading, time
+from hpcrl.layout import RunPaths
+from hpcrl.store.compact import compact
+source, target = sys.argv[1:]
+chance = random.Random(3)
+EVENTS = ("open", "os.rename", "os.remove", "os.listdir", "os.scandir")
+
+def child(root, n, after_s):
+    if n:
+        left = [n]
+        def hook(event, args):
+            if event in EVENTS and str(args[0]).startswith(root):
+                left[0] -= 1
+                if not left[0]:
+                    os.kill(os.getpid(), signal.SIGKILL)
+        sys.addaudithook(hook)
+    else:
+        threading.Thread(target=lambda: (time.sleep(after_s), os.kill(os.getpid(), signal.SIGKILL))).start()
+    compact(RunPaths.of(root))
+    os._exit(0)
+
+n = round = 0
+while n is not None or round < after + 10:
+    root = f"{target}/{round}"
+    shutil.copytree(source, root)
+    n = n + 1 if n is not None else None
+    pid = os.fork()
+    if not pid:
+        child(root, n, chance.uniform(0, 0.06))
+    if os.waitpid(pid, 0)[1] == 0 and n is not None:
+        n, after = None, round
+    round += 1
+"""
+
+
+async def test_compaction_killed_anywhere_loses_and_doubles_nothing(tmp_path: Path) -> None:
+    expected = {record.hash for i in range(6) for record in trajectory(f"t{i}", steps=20)}
+    source = run_folder(tmp_path / "source")
+    log = open_log(source, segment_bytes=20_000)
+    for i in range(6):
+        await log.append([record.frame() for record in trajectory(f"t{i}", steps=20)])
+    await log.close()
+    assert len(segments(source.log, CLOSED)) >= 3
+    copies = tmp_path / "copies"
+    copies.mkdir()
+    await asyncio.to_thread(subprocess.run, [sys.executable, "-c", KILLER, source.root, copies], check=True)
+    stages: collections.Counter[tuple[int, int, int]] = collections.Counter()
+    for root in copies.iterdir():
+        paths = RunPaths(root)
+        stages[len(shards(paths)), len(segments(paths.log, CLOSED)), len(list(paths.shards.glob("*.claim")))] += 1
+        for _ in range(2):
+            with Store(paths) as store:
+                assert hashes(store) == expected and not store.damaged
+            assert not compact(paths).refused
+        assert not segments(paths.log, CLOSED)
+        assert all(path.suffix == ".h5" for path in paths.shards.iterdir())
+        rows = [hash for path in shards(paths) for hash in Shard(path).steps["hash"].tolist()]
+        assert len(rows) == len(set(rows)) == len(expected)
+    print("killed with so many (shards, segments, claims):", dict(stages))
+    assert len(stages) >= 6  # before, while writing, between rename and each unlink, before the claim goes, after
+
+
+def test_open_segments_of_the_dead_are_closed(tmp_path: Path) -> None:
+    paths = run_folder(tmp_path)
+    records = trajectory("t")
+    frames = b"".join(record.frame() for record in records)
+    me = Owner.me()
+    for node, owner in (("n1", Owner(me.pid, 1, me.boot)), ("n2", me), ("n-3", Owner(1, 1, "elsewhere"))):
+        (paths.log / f"{node}-1{OPEN}").write_bytes(Header(node, 1, node, owner).encode() + frames + b"torn")
+    assert [path.name for path in seal_dead_here(paths)] == ["n1-1.seg"]
+    assert [path.name for path in seal_dead(paths, alive=lambda node: node != "n-3")] == ["n-3-1.seg"]
+    assert [path.name for path in segments(paths.log, OPEN)] == ["n2-1.open"]
+    assert compact(paths).records == len(records)
+
+
+async def test_verify_checks_ledger_and_progress(tmp_path: Path) -> None:
+    paths = run_folder(tmp_path)
+    a = trajectory("a")
+    await write(paths, a)
+    entry = Entry(
+        trajectory="a",
+        attempt=1,
+        head=a[-1].hash,
+        group="g",
+        phase="rl",
+        reward=1.0,
+        num_tokens=9,
+        num_sampled=4,
+        num_steps=2,
+        min_version=4,
+    )
+    LedgerWriter(paths).append([entry])
+    progress = ProgressWriter(paths, None)
+    progress.append(UpdateRow(update=1, phase="rl", phase_update=1, trajectories=("a",)))
+    report = verify(paths)
+    assert report.ok and (report.ledger_entries, report.updates, report.records) == (1, 1, 6)
+    frame = table(paths)
+    assert frame.loc[0, "reward.outcome"] == 1.0 and frame.loc[0, "num_sampled"] == 4
+    progress.append(UpdateRow(update=2, phase="rl", phase_update=2, trajectories=("a",)))
+    segments(paths.log, CLOSED)[0].unlink()
+    report = verify(paths)
+    assert (report.trained_twice, report.ledger_heads_missing, report.ok) == (1, 1, False)
+    assert "a: trained twice" in report.problems

@@ -82,6 +82,8 @@ def plain_losses(model: Path, paths: RunPaths, updates: int, lr: float, clip: fl
     with Store(paths) as store:
         rows = [store.sequence(row.head, row.reward) for _, row in entries(paths)]
     for update in range(updates):
+        for group in optimizer.param_groups:
+            group["lr"] = lr * (1 - update / updates)  # cloning's rate falls linearly
         batch = rows[6 * update : 6 * update + 6]
         width = max(len(row.ids) for row in batch)
         ids = torch.zeros(6, width, dtype=torch.long)

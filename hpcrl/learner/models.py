@@ -212,8 +212,8 @@ def check_model(folder: Path) -> None:
     if not folder.is_dir():
         raise ConfigError(f'{label}: no such folder; allowed are "tiny", "smollm2" or a Hugging Face model folder')
     needs = {
-        "a config": ("config.json",),
-        "a tokenizer": ("tokenizer.json", "tokenizer.model", "vocab.json"),
+        "config": ("config.json",),
+        "tokenizer": ("tokenizer.json", "tokenizer.model", "vocab.json"),
         "weights": ("model.safetensors", "model.safetensors.index.json"),
     }
     for what, names in needs.items():

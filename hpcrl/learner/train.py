@@ -68,6 +68,14 @@ def publishes(phase: Phase, update: int) -> bool:
     return update == phase.updates or (phase.publish_every > 0 and update % phase.publish_every == 0)
 
 
+def rate(phase: Phase, done: int) -> float:
+    """Learning rate of the phase's next update, when `done` are done: constant for RL, for cloning falling linearly to
+    a twentieth. Cloning is one pass over recorded data, whose last tokens would otherwise leave the noise of a full
+    rate in the policy (the tiny model: success .31 against .21 from the same 5,000 episodes).
+    """
+    return phase.lr * (max(0.05, 1.0 - done / phase.updates) if phase.objective == "sft" else 1.0)
+
+
 class Learner:
     """One rank. Rank 0 alone has `_feed` and `_progress`, and alone writes manifests and rows."""
 
@@ -205,7 +213,8 @@ class Learner:
         for batch in batches:
             sums += self._forward_backward(phase, batch.to(self.ranks.device), denominator)
         done = time.monotonic()
-        norm = self._step()
+        lr = rate(phase, self.at.phase_update)
+        norm = self._step(lr)
         metrics = dict(zip(SUMS, self.ranks.sum(sums).tolist(), strict=True))
         for name in ("entropy", "ratio", "clip_share", "is_weight", "is_cap_share"):
             metrics[name] /= denominator
@@ -215,7 +224,7 @@ class Learner:
         sampled = max(sum(totals), 1.0)
         return metrics | {
             "grad_norm": norm if math.isfinite(norm) else -1.0,
-            "lr": phase.lr,
+            "lr": lr,
             "reward": sum(plan.rewards) / len(plan.rewards),
             "trajectories": float(len(plan.heads)),
             "tokens": totals[0],
@@ -267,11 +276,13 @@ class Learner:
         found = [loss.detach(), entropy.sum(), *shares, off, exact.sum()]
         return torch.stack([value.double().cpu() for value in found])
 
-    def _step(self) -> float:
+    def _step(self, lr: float) -> float:
         """Clip and step; the gradient's norm before. One that is not finite is counted and changes nothing."""
         total = torch.nn.utils.clip_grad_norm_(self.policy.parameters(), self.config.learner.grad_clip)
         norm = float(whole(total))
         if math.isfinite(norm):
+            for group in self.optimizer.param_groups:
+                group["lr"] = lr
             self.optimizer.step()
             self._exact = False
         else:

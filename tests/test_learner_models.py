@@ -1,0 +1,117 @@
+"""The models that hpcrl brings along, and what is refused as a model."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from learner_parts import make_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from hpcrl.config import Model
+from hpcrl.layout import RunPaths
+from hpcrl.learner.models import SPECIALS, copy_batch, ensure_model, make_tiny
+from hpcrl.learner.policy import Policy
+from hpcrl.learner.probe import probe_rows
+from hpcrl.types import ConfigError
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("tiny"))
+
+
+def test_the_tiny_model_is_the_same_bits_for_a_seed_and_other_bits_for_another(tmp_path: Path) -> None:
+    for name, seed in (("a", 3), ("b", 3), ("c", 4)):
+        torch.manual_seed(hash(name) % 1000)  # whatever the process drew before
+        make_tiny(tmp_path / name, seed, copy_steps=3)
+    a, b, c = ((tmp_path / name / "model.safetensors").read_bytes() for name in "abc")
+    assert a == b != c
+    assert all(path.stat().st_mode & 0o777 == 0o644 for path in (tmp_path / "a").iterdir())
+
+
+def test_the_tiny_tokenizer_gives_one_token_a_character_and_comes_back(tiny: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tiny)
+    assert len(tokenizer) == 102
+    messages = [
+        {"role": "user", "content": "find N"},
+        {"role": "assistant", "content": "ls"},
+        {"role": "tool", "content": "Y6  N5\n<V>"},
+    ]
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert text == "<bos><u>find N<e><a>ls<e><t>Y6  N5\n<V><e><a>"
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    specials = [token for token in ids if token < len(SPECIALS)]
+    assert len(ids) == 7 + len("find N") + len("ls") + len("Y6  N5\n<V>") + 1
+    assert [SPECIALS[token] for token in specials] == ["<bos>", "<u>", "<e>", "<a>", "<e>", "<t>", "<e>", "<a>"]
+    assert tokenizer.decode(ids) == text
+    assert tokenizer.decode(tokenizer.encode("é", add_special_tokens=False)) == "?"
+    assert tokenizer.eos_token_id == json.loads((tiny / "generation_config.json").read_text())["eos_token_id"] == 4
+    config = json.loads((tiny / "config.json").read_text())
+    assert (config["dtype"], config["tie_word_embeddings"], config["vocab_size"]) == ("float32", True, 102)
+    assert sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(tiny).parameters()) == 113344
+
+
+def test_the_copy_stages_loss_counts_only_what_can_be_predicted() -> None:
+    ids, counts = copy_batch(np.random.default_rng(0), 200)
+    for row, mask in zip(ids, counts, strict=True):
+        trained = np.flatnonzero(mask)
+        assert len(trained) >= 1
+        for at in trained:
+            # An end, or a character that stood before the last <a>.
+            start = np.flatnonzero(row[:at] == SPECIALS.index("<a>"))[-1]
+            assert row[at] == SPECIALS.index("<e>") or row[at] in row[:start]
+
+
+def test_the_probe_is_the_models_own_text_and_the_same_for_a_seed(tiny: Path) -> None:
+    ids, lengths = probe_rows(tiny, 5)
+    again, _ = probe_rows(tiny, 5)
+    other, _ = probe_rows(tiny, 6)
+    assert torch.equal(ids, again) and not (ids.shape == other.shape and torch.equal(ids, other))
+    assert ids.shape[0] == 8 and 16 <= int(lengths.min()) <= int(lengths.max()) == ids.shape[1] <= 64
+    assert int(ids.min()) >= 0 and int(ids.max()) < 102
+
+
+def test_a_folder_becomes_the_runs_own_copy(tiny: Path, tmp_path: Path) -> None:
+    linked = tmp_path / "linked"
+    linked.mkdir()
+    for file in tiny.iterdir():
+        (linked / file.name).symlink_to(file)
+    paths = RunPaths(tmp_path / "run")
+    paths.make()
+    assert ensure_model(Model(source=str(linked)), paths) == paths.model
+    files = sorted(paths.model.iterdir())
+    assert [file.name for file in files] == sorted(file.name for file in tiny.iterdir())
+    assert not any(file.is_symlink() for file in files)
+    (paths.model / "mark").touch()
+    ensure_model(Model(source=str(linked)), paths)
+    assert (paths.model / "mark").exists()  # made once
+
+
+@pytest.mark.parametrize(
+    ("gone", "says"),
+    [("config.json", "no config"), ("tokenizer.json", "no tokenizer"), ("model.safetensors", "no weights")],
+)
+def test_a_folder_that_is_no_model_is_named(tiny: Path, tmp_path: Path, gone: str, says: str) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(tiny, folder)
+    (folder / gone).unlink()
+    paths = RunPaths(tmp_path / "run")
+    paths.make()
+    with pytest.raises(ConfigError, match=f"{folder}.*{says}"):
+        ensure_model(Model(source=str(folder)), paths)
+    assert not paths.model.exists()
+    with pytest.raises(ConfigError, match="no such folder"):
+        ensure_model(Model(source=str(tmp_path / "nothing")), paths)
+
+
+def test_weights_that_are_no_weights_are_named(tiny: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(tiny, folder)
+    (folder / "config.json").write_text('{"model_type": "nothing"}')
+    with pytest.raises(ConfigError, match=f"{folder} can't be loaded"):
+        Policy.from_folder(folder)

@@ -44,7 +44,9 @@ class Renderer:
         if not self._tokenizer.chat_template:
             raise ConfigError(f"{model}: its tokenizer has no chat_template; add one to tokenizer_config.json")
         closing = self._after_dummy(())
-        self._closer: int | None = closing[0] if closing and closing[0] in self._tokenizer.all_special_ids else None
+        # Not all_special_ids: that misses special tokens which no named role (eos, pad, …) was given to.
+        special = {index for index, token in self._tokenizer.added_tokens_decoder.items() if token.special}
+        self._closer: int | None = closing[0] if closing and closing[0] in special else None
         self.stop_ids: tuple[int, ...] = self._stop_ids()
         if not self.stop_ids:
             raise ConfigError(f"{model}: neither tokenizer nor generation_config.json names an end-of-turn token")

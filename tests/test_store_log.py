@@ -266,3 +266,29 @@ async def test_client_hears_of_errors_and_of_a_dead_owner(tmp_path: Path) -> Non
     await log.close()
     with pytest.raises(OSError):
         await LogClient(tmp_path / "log.sock").connect()
+
+
+async def test_a_failed_sync_is_never_trusted_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = run_folder(tmp_path)
+    log = open_log(paths)
+    records = [act(adopt("t"), i, [i]) for i in range(4)]
+    await log.append([records[0].frame()])
+    real, failing = os.fdatasync, [True]
+
+    def fdatasync(fd: int) -> None:  # as a disk that lost the write: the kernel reports it once, then calls it clean
+        if failing:
+            failing.pop()
+            raise OSError(errno.EIO, "Input/output error")
+        real(fd)
+
+    monkeypatch.setattr(os, "fdatasync", fdatasync)
+    waits = [asyncio.ensure_future(log.append([record.frame()])) for record in records[1:3]]
+    for wait in waits:
+        with pytest.raises(OSError) as caught:
+            await wait
+        assert caught.value.errno == errno.EIO
+    assert [path.name for path in segments(paths.log, CLOSED)] == ["n1-1.seg"]
+    assert stored(paths.log) == [records[0].hash]  # whole, closed at the last byte that a sync had confirmed
+    assert (await log.append([records[3].frame()]))[0][0] == 2
+    await log.close()
+    assert stored(paths.log) == [records[0].hash, records[3].hash]

@@ -14,7 +14,6 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from hpcrl import __version__, config, launch
 from hpcrl.config import Config
@@ -137,7 +136,7 @@ def status(run: RunFolder, as_json: AsJson = False) -> None:
 
     console = Console()
     if row["updates"]["total"]:
-        console.print(panel(row) if console.is_terminal else line(row), highlight=False)
+        console.print(panel(row) if console.is_terminal else line(row), highlight=False, markup=False)
     console.print(f"state: {row['state']}" + (f" ({row['reason']})" if row.get("reason") else ""), highlight=False)
     for job in row["jobs"]:
         print(f"  {job['role']}-{job['index']}: job {job['id']}, {'running' if job['alive'] else 'ended'}")
@@ -215,14 +214,15 @@ def store_ls(run: RunFolder, as_json: AsJson = False) -> None:
     if as_json:
         print(json.dumps(rows))
         return
-    table = Table("trajectory", "kind", "status", "steps", "sampled", "reward", "attempt", "orphans")
+    print(
+        f"{'status':10} {'kind':6} {'steps':>5} {'sampled':>7} {'reward':>6} {'attempt':>7} {'orphans':>7}  trajectory"
+    )
     for row in rows:
-        reward = sum(row["rewards"].values()) if row["rewards"] else None
-        table.add_row(
-            row["trajectory"], row["kind"], row["status"], str(row["num_steps"]), str(row["num_sampled"]),
-            "" if reward is None else f"{reward:g}", str(row["attempt"]), str(row["num_orphans"]),
-        )  # fmt: skip
-    Console().print(table)
+        reward = f"{sum(row['rewards'].values()):g}" if row["rewards"] else "–"
+        print(
+            f"{row['status']:10} {row['kind']:6} {row['num_steps']:5} {row['num_sampled']:7} {reward:>6} "
+            f"{row['attempt']:7} {row['num_orphans']:7}  {row['trajectory']}"
+        )
 
 
 @store_app.command("show")

@@ -486,6 +486,7 @@ class Driver:
         await asyncio.gather(*(self._call(worker, "supervisor", method="stop") for worker in by_node.values()))
         nodes = [worker for worker, role in self._roles.items() if role["role"] == "sandbox"]
         await asyncio.gather(*(self._call(worker, "stop") for worker in nodes))
+        self._stats.clear()
         await self._fleet.stop(END_GRACE_S)
         await self._compact_once()
         curve = [

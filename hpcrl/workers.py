@@ -130,8 +130,9 @@ class Guest:
                     scheduler["address"], nthreads=self._nthreads, name=f"{self._name}-{os.getpid()}",
                     security=security(self._paths), memory_limit=0, host="127.0.0.1", dashboard=False,
                     port=self._config.launch.ports.replace("-", ":"), local_directory=str(self._local),
-                    handlers={"hpcrl": self._handle}, death_timeout=15,
+                    death_timeout=15,
                 )  # fmt: skip
+                worker.handlers["hpcrl"] = self._handle
                 async with worker:
                     self.worker, served = worker, scheduler["address"]
                     last_seen = time.monotonic()

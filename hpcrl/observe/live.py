@@ -42,10 +42,10 @@ class Watch:
         key = (status["state"], status["phase"], status["evaluating"], len(status["evaluations"]))
         if key != self._last_key or time.monotonic() - self._last_line > PLAIN_S:
             self._last_key, self._last_line = key, time.monotonic()
-            self.console.print(line(status), highlight=False, soft_wrap=True)
+            self.console.print(line(status), highlight=False, markup=False, soft_wrap=True)
 
     def say(self, text: str) -> None:
-        (self._live.console if self._live else self.console).print(text, highlight=False, soft_wrap=True)
+        (self._live.console if self._live else self.console).print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 def line(status: Mapping[str, Any]) -> str:

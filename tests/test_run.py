@@ -1,0 +1,163 @@
+"""The whole product with its real processes: a run from start to end, killed, stopped, resumed."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import h5py
+import psutil
+import pytest
+from run_parts import Receipts, Running, hpcrl, nothing_left, running, verified, write_config
+
+from hpcrl import Run
+from hpcrl.layout import RunPaths
+from hpcrl.store.index import Store
+from hpcrl.store.ledger import lineage
+from hpcrl.store.records import Kind
+from hpcrl.types import Receipt
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+
+
+def test_a_run_from_start_to_end(tiny_model: Path, tmp_path: Path) -> None:
+    run = tmp_path / "my run ü"
+    config = write_config(tmp_path, tiny_model)
+    with running("train", config, "--run", run, "--set", "seed=1", run=run) as live:
+        live.until("a trajectory under way", lambda row: row["accounting"]["admitted"] > 0)
+        trajectory, receipts = asyncio.run(_submit(run))
+        assert live.wait() == 0, live.tail()
+        assert "held-out success after rl" in live.tail()
+    assert nothing_left(run)
+    kinds = [receipt.kind for receipt in receipts]
+    assert kinds[0] == Kind.ADOPT.name and kinds[-1] == Kind.END.name and kinds[1] == Kind.ACT.name
+    assert {receipt.trajectory for receipt in receipts} == {trajectory}
+
+    row = json.loads(hpcrl("status", run, "--json").stdout)
+    assert row["state"] == "done" and row["updates"] == {"done": 7, "total": 7}
+    assert set(row["success"]) == {"before", "after_warm_start", "after_rl", "tasks", "interval"}
+    assert row["success"]["tasks"] == 8
+    accounting = row["accounting"]
+    ended = sum(accounting.get(name, 0) for name in ("COMPLETED", "TRUNCATED", "FAILED", "CANCELLED"))
+    assert accounting["admitted"] == ended + accounting["open"] and accounting["open"] == 0
+    assert (run / "reward.png").stat().st_size > 5000
+
+    report = verified(run)
+    assert report["segments"] == 0, "a stopped run leaves no segment"
+    rows = [update for update in lineage(RunPaths.of(run)) if update.trajectories]
+    assert [update.phase_update for update in rows] == [1, 2, 3, 4, 1, 2, 3]
+    assert all(len(update.trajectories) == 16 for update in rows)
+    # Between engine and learner: the same weights give the same logprobs, for tokens sampled by the very version.
+    fresh = [update.metrics for update in rows if update.metrics.get("mismatch_tokens", 0) > 0]
+    assert fresh and all(metrics["mismatch"] <= 1e-4 for metrics in fresh)
+    for path in (run / "shards").glob("*.h5"):
+        with h5py.File(path) as shard:
+            assert len(shard["tokens/ids"]) > 0
+
+
+async def _submit(run: Path) -> tuple[str, list[Receipt]]:
+    from hpcrl_envs import find
+
+    handle = Run.open(str(run))
+    trajectory = handle.submit(next(iter(find.tasks("heldout", 0))))
+    return trajectory, [receipt async for receipt in handle.steps(trajectory)]
+
+
+def test_kill_every_process_in_turn(tiny_model: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    config = write_config(tmp_path, tiny_model, updates=4000, tasks=4)
+    with running("train", config, "--run", run, "--set", "launch.restarts=50", run=run) as live:
+        live.until("the first RL update", lambda row: row["phases"]["rl"][0] >= 1)
+        receipts = Receipts(run)
+        receipts.start()
+        live.until("receipts", lambda row: len(receipts.hashes) > 0)
+        victims = {
+            "learner rank": lambda: live.role("learner", rank=1).pid,
+            "host": lambda: node(live)["hosts"][0],
+            "sandbox node": lambda: live.role("sandbox").pid,
+            "supervisor": lambda: node(live)["pid"],
+            "control": lambda: live.role("control").pid,
+            "engine": lambda: node(live)["engines"][0],
+        }
+        for name, find in victims.items():
+            engine = node(live)["engines"]
+            began = time.monotonic()
+            incarnation = live.status()["incarnation"]
+            os.kill(find(), signal.SIGKILL)
+            if name == "control":
+                live.until("a new control", lambda row, old=incarnation: row["incarnation"] > old)
+            trained = live.status()["phases"]["rl"][0]
+            live.until(f"updates after {name} was killed", lambda row, old=trained: row["phases"]["rl"][0] >= old + 3)
+            print(f"{name} killed: three more updates after {time.monotonic() - began:.1f} s")
+            if name != "engine":
+                assert node(live)["engines"] == engine, f"losing the {name} restarted the engine"
+        acknowledged = receipts.stop()
+        assert hpcrl("stop", run).returncode == 0
+        assert live.wait() == 0, live.tail()
+    assert nothing_left(run)
+    report = verified(run)
+    assert report["trained_twice"] == 0
+    store = Store(RunPaths.of(run))
+    store.refresh()
+    lost = [one for one in acknowledged if not store.has(one)]
+    assert len(acknowledged) > 500 and not lost
+    counts = [update.update for update in lineage(RunPaths.of(run)) if update.trajectories]
+    assert counts == list(range(1, len(counts) + 1)), "updates without gap or repeat"
+    print(f"{len(acknowledged)} acknowledged records followed, 0 lost; {len(counts)} updates; {report}")
+
+
+def node(live: Running) -> dict[str, list[int]]:
+    (row,) = live.status()["nodes"].values()
+    return row
+
+
+def test_stop_and_resume(tiny_model: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    config = write_config(tmp_path, tiny_model, updates=12, tasks=4)
+    with running("train", config, "--run", run, run=run) as live:
+        live.until("some RL updates", lambda row: row["phases"]["rl"][0] >= 3)
+        live.process.send_signal(signal.SIGINT)  # Ctrl-C
+        assert live.wait() == 0, live.tail()
+    assert nothing_left(run)
+    before = json.loads(hpcrl("status", run, "--json").stdout)
+    assert before["state"] == "stopped" and 7 <= before["updates"]["done"] < 16
+    verified(run)
+    refused = hpcrl("resume", run, "--set", "rl.lr=0.5")
+    assert refused.returncode == 2 and "phase.rl.lr is fixed for this run: it was 0.0001, now 0.5" in refused.stderr
+    with running("resume", run, run=run) as live:
+        assert live.wait() == 0, live.tail()
+    assert nothing_left(run)
+    after = json.loads(hpcrl("status", run, "--json").stdout)
+    assert after["state"] == "done" and after["updates"]["done"] == 16
+    assert verified(run)["trained_twice"] == 0
+    rows = [update for update in lineage(RunPaths.of(run)) if update.trajectories]
+    assert [update.update for update in rows] == list(range(1, 17))
+    versions = [update.version for update in rows if update.version >= 0]
+    assert all(one < two for one, two in itertools.pairwise(versions)), "version numbers never go back"
+
+
+def test_everything_killed_at_once_then_resumed(tiny_model: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    config = write_config(tmp_path, tiny_model, updates=6, tasks=4)
+    with running("train", config, "--run", run, run=run) as live:
+        live.until("the first RL update", lambda row: row["phases"]["rl"][0] >= 1)
+        live.process.kill()
+        from run_parts import processes_of
+
+        victims = processes_of(run)
+        for process in victims:
+            try:
+                process.kill()
+            except psutil.NoSuchProcess:
+                pass
+    assert nothing_left(run)
+    with running("resume", run, run=run) as live:
+        assert live.wait() == 0, live.tail()
+    assert nothing_left(run)
+    assert verified(run)["trained_twice"] == 0
+    assert json.loads(hpcrl("status", run, "--json").stdout)["state"] == "done"

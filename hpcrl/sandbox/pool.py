@@ -80,6 +80,7 @@ class Pool:
         self._waiting = 0
         self._idle: list[Session] = []
         self._leases: dict[str, Lease] = {}
+        self._returning: set[Session] = set()  # given back, not yet proven clean
         self._attempts: OrderedDict[str, int] = OrderedDict()  # highest seen
         self._refill: asyncio.Task[None] | None = None
         self._closed = False
@@ -137,6 +138,7 @@ class Pool:
         await asyncio.shield(self._take_back(lease._session))
 
     async def _take_back(self, session: Session) -> None:
+        self._returning.add(session)
         try:
             session.kill("cancelled")
             try:
@@ -150,6 +152,7 @@ class Pool:
             else:
                 self._idle.append(session)
         finally:
+            self._returning.discard(session)
             self._slots.release()
             self._top_up()
 
@@ -171,8 +174,11 @@ class Pool:
         if self._refill is not None:
             self._refill.cancel()
             await asyncio.gather(self._refill, return_exceptions=True)
-        sessions = [*self._idle, *(lease._session for lease in self._leases.values())]
+        leases, self._leases = self._leases, {}
+        sessions = [*self._idle, *self._returning, *(lease._session for lease in leases.values())]
         self._idle.clear()
+        for _ in leases:
+            self._slots.release()  # whoever waits hears that the pool is closed
         await asyncio.gather(*(session.close() for session in sessions))
         self._watch.close()
 

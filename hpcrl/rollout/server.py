@@ -230,7 +230,9 @@ class EngineProcess:
 
     def _vllm(self, model: Path, dtype: str, seed: int) -> list[str]:
         pool = self._pool
-        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
+        light = not pool.gpus and pool.threads == 1 and pool.tensor_parallel == 1
+        module = "hpcrl.rollout.serve" if light else "vllm.entrypoints.openai.api_server"
+        command = [sys.executable, "-m", module, "--model", str(model)]
         command += ["--uds", str(self.socket), "--enable-scale-out", "--disable-uvicorn-access-log"]
         command += ["--dtype", dtype, "--seed", str(seed)]
         command += ["--max-model-len", str(pool.max_model_len), "--max-num-seqs", str(pool.max_num_seqs)]

@@ -35,7 +35,7 @@ def make_run(root: Path, config: Config, model: Path) -> RunPaths:
 
 
 def make_model(folder: Path, seed: int = 0) -> Path:
-    make_tiny(folder, seed, copy_steps=0)
+    make_tiny(folder, seed, stages=())
     return folder
 
 

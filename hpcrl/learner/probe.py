@@ -35,7 +35,8 @@ def probe_rows(folder: Path, seed: int) -> tuple[Tensor, Tensor]:
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder)
-        text = tokenizer.encode(TEXT, add_special_tokens=False)
+        # Not verbose: the whole text may be longer than the model's context, its rows are not.
+        text = tokenizer(TEXT, add_special_tokens=False, verbose=False)["input_ids"]
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"model.source: no tokenizer can be loaded from {folder} ({error})") from error
     if len(text) <= SHORTEST:

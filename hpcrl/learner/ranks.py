@@ -7,6 +7,7 @@ watchdog's patience, and a collective that waits for them would be killed.
 from __future__ import annotations
 
 import json
+import time
 from datetime import timedelta
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from hpcrl.types import ConfigError
 
-PATIENCE_S = 1.0  # of one blocking wait: signals are handled between two
+SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.002, 0.05  # between two looks for a plan
 
 
 class Ranks:
@@ -65,14 +66,11 @@ class Ranks:
     def receive(self) -> dict[str, Any]:
         """The others: wait, for as long as it takes, for the next plan. Raises when rank 0 is gone."""
         key = str(self._next)
-        while True:
-            try:
-                self._plans.wait([key], timedelta(seconds=PATIENCE_S))
-                break
-            except dist.DistNetworkError:
-                raise
-            except dist.DistStoreError:
-                continue
+        pause_s = SHORTEST_PAUSE_S
+        # Asking again and again, since a blocking wait that times out prints a warning each time (torch 2.13).
+        while not self._plans.check([key]):
+            time.sleep(pause_s)
+            pause_s = min(1.2 * pause_s, LONGEST_PAUSE_S)
         self._next += 1
         plan: dict[str, Any] = json.loads(self._plans.get(key))
         return plan

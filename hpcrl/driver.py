@@ -26,11 +26,11 @@ from hpcrl.config import Config
 from hpcrl.fleet import Fleet
 from hpcrl.layout import RunPaths, is_full, publish, publish_json, read_json
 from hpcrl.observe.summary import plot
-from hpcrl.rollout.loop import DISK, history_of
+from hpcrl.rollout.loop import DISK, ended_of
 from hpcrl.store.index import Store
 from hpcrl.store.ledger import LedgerWriter, ProgressReader, UpdateRow, entries, lineage
 from hpcrl.store.records import Kind
-from hpcrl.types import Ended, EnvironmentFamily, State, StoreError, Task
+from hpcrl.types import Ended, EnvironmentFamily, State, Task
 from hpcrl.workers import TOPIC, run_ticket
 
 logger = logging.getLogger(__name__)
@@ -110,7 +110,7 @@ def restore(paths: RunPaths, config: Config, store: Store, rows: Sequence[Update
         if info.status == "open":
             attempts[info.trajectory] = info.attempt
         elif info.status != State.CANCELLED:
-            ended[info.trajectory] = ended_of(store, info.head)
+            ended[info.trajectory] = ended_of(store.record(info.head))
     published = [int(path.parent.name[1:]) for path in paths.weights.glob("v*/manifest.json")]
     evaluations = {}
     for path in paths.evals.glob("*.json"):
@@ -122,13 +122,6 @@ def restore(paths: RunPaths, config: Config, store: Store, rows: Sequence[Update
         groups_done=frozenset(groups_done), ended=ended, attempts=attempts, num_groups=num_groups,
         evaluations=evaluations,
     )  # fmt: skip
-
-
-def ended_of(store: Store, head: str) -> Ended:
-    found = history_of([store.record(head)], store.record(head).ids)
-    if not isinstance(found, Ended):
-        raise StoreError(f"record {head}: not an end")
-    return found
 
 
 class Driver:

@@ -6,7 +6,6 @@ Each role imports its own rooms only when it runs: a learner never loads Dask, a
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import signal
@@ -158,28 +157,40 @@ async def rollout(paths: RunPaths, config: Config, index: int) -> None:
     renderer = Renderer(paths.model)
     supervisor = Supervisor(paths, config, pool, node, stop_ids=renderer.stop_ids, start_host=start_host)
     on_signal(supervisor.stop.set)
-    lost = asyncio.create_task(_without_control(paths, config, supervisor.stop))
+    lost = asyncio.create_task(_end_without_control(ControlWatch(paths, config), supervisor.stop))
     try:
         await supervisor.run()
     finally:
         lost.cancel()
 
 
-async def _without_control(paths: RunPaths, config: Config, stop: asyncio.Event) -> None:
-    """End a role that control has left alone for too long."""
-    seen = time.monotonic()
-    while time.monotonic() - seen < config.launch.control_timeout_s:
-        await asyncio.sleep(5)
-        if read_json(paths.scheduler) is not None and _fresh(paths, config):
-            seen = time.monotonic()
-    logger.warning("no control for %g s: this role ends", config.launch.control_timeout_s)
+class ControlWatch:
+    """Tells when control has been gone for too long: by its heartbeat standing still, not by comparing clocks."""
+
+    LOOK_S = 5.0
+
+    def __init__(self, paths: RunPaths, config: Config) -> None:
+        self._paths, self._patience_s = paths, config.launch.control_timeout_s
+        self._seen: float | None = None
+        self._moved, self._looked = time.monotonic(), 0.0
+
+    def gone(self) -> bool:
+        now = time.monotonic()
+        if now - self._looked > self.LOOK_S:
+            self._looked = now
+            row = read_json(self._paths.heartbeat)
+            if row is not None and row["wall"] != self._seen:
+                self._seen, self._moved = row["wall"], now
+        if now - self._moved <= self._patience_s:
+            return False
+        logger.warning("no control for %g s: this role ends", self._patience_s)
+        return True
+
+
+async def _end_without_control(watch: ControlWatch, stop: asyncio.Event) -> None:
+    while not watch.gone():  # noqa: ASYNC110 (a file changes, no event)
+        await asyncio.sleep(ControlWatch.LOOK_S)
     stop.set()
-
-
-def _fresh(paths: RunPaths, config: Config) -> bool:
-    with contextlib.suppress(OSError):
-        return time.time() - paths.heartbeat.stat().st_mtime < 60 + 3 * config.launch.status_s
-    return True  # control is starting
 
 
 async def host(paths: RunPaths, config: Config, node: str, index: int, number: int) -> None:
@@ -274,7 +285,8 @@ def learner(paths: RunPaths, config: Config) -> None:
         port = free_port(low, (low + high) // 2)
         publish_json(meeting, {"address": "127.0.0.1", "port": port})
     row = _wait_for(meeting, 60)
-    run_learner(paths, config, rank, world, row["address"], row["port"], lambda: stopping)
+    watch = ControlWatch(paths, config)
+    run_learner(paths, config, rank, world, row["address"], row["port"], lambda: stopping or watch.gone())
     if rank == 0:
         meeting.unlink(missing_ok=True)
 

@@ -498,7 +498,7 @@ class Host:
         if self._store is None:
             self._store = Store(self._paths, open_segments=True)
         self._store.refresh()
-        return history_of(self._store.chain(head), self._store.context(head).ids)
+        return history_of(self._store, head)
 
     async def _end_loop(self, trajectory: str, *, cancelled: bool = False) -> None:
         held = self._loops.pop(trajectory, None)

@@ -82,7 +82,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from hpcrl.learner.models import make_tiny
 
     folder = tmp_path_factory.mktemp("tiny") / "model"
-    make_tiny(folder, 0, copy_steps=0)
+    make_tiny(folder, 0, stages=())
     return folder
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import json
 import os
@@ -13,7 +14,7 @@ from pathlib import Path
 import h5py
 import psutil
 import pytest
-from run_parts import Receipts, Running, hpcrl, nothing_left, running, verified, write_config
+from run_parts import Receipts, Running, hpcrl, nothing_left, processes_of, running, verified, write_config
 
 from hpcrl import Run
 from hpcrl.layout import RunPaths
@@ -147,14 +148,10 @@ def test_everything_killed_at_once_then_resumed(tiny_model: Path, tmp_path: Path
     with running("train", config, "--run", run, run=run) as live:
         live.until("the first RL update", lambda row: row["phases"]["rl"][0] >= 1)
         live.process.kill()
-        from run_parts import processes_of
-
         victims = processes_of(run)
         for process in victims:
-            try:
+            with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-            except psutil.NoSuchProcess:
-                pass
     assert nothing_left(run)
     with running("resume", run, run=run) as live:
         assert live.wait() == 0, live.tail()

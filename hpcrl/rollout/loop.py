@@ -22,6 +22,7 @@ import numpy as np
 from hpcrl.layout import is_full
 from hpcrl.rollout.engine import EngineFault
 from hpcrl.rollout.render import Renderer
+from hpcrl.store.index import Store
 from hpcrl.store.records import Kind, Record, prompt
 from hpcrl.types import (
     Cause,
@@ -407,11 +408,17 @@ class Loop:
             raise self._broken("state", error) from error
 
 
-def history_of(chain: Sequence[Record], context: Int32Array) -> History | Ended:
-    """What to do with a stored chain: go on from it, or, where it has ended already, how it did."""
-    last = chain[-1]
-    if last.kind is Kind.END:
-        names = {field.name for field in dataclasses.fields(Ended)}
-        row = {key: value for key, value in last.meta.items() if key in names}
-        return Ended.from_json({**row, "head": last.hash})
-    return History(chain=chain, context=context)
+def history_of(store: Store, head: str) -> History | Ended:
+    """What to do with the stored chain that ends in `head`: go on from it, or, where it has ended, how it did."""
+    chain = store.chain(head)
+    if chain[-1].kind is Kind.END:
+        return ended_of(chain[-1])
+    begun = any(record.kind is Kind.ACT for record in chain)
+    return History(chain=chain, context=store.context(head).ids if begun else np.empty(0, np.int32))
+
+
+def ended_of(record: Record) -> Ended:
+    """An END record as its host reported it."""
+    names = {field.name for field in dataclasses.fields(Ended)}
+    row = {key: value for key, value in record.meta.items() if key in names}
+    return Ended.from_json({**row, "head": record.hash})

@@ -1,0 +1,256 @@
+"""The agent loop over a real log: what it records, how it goes on from any record, how faults are labelled."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hpcrl_envs import find
+
+from hpcrl.layout import RunPaths
+from hpcrl.rollout.engine import EngineFault
+from hpcrl.rollout.loop import DISK, UNKNOWN, History, Loop, Where, history_of
+from hpcrl.rollout.render import Renderer
+from hpcrl.rollout.scripted import ScriptedEngine
+from hpcrl.sandbox.memory import MemorySandbox
+from hpcrl.store.index import Store
+from hpcrl.store.link import LogClient, LogServer
+from hpcrl.store.log import Log
+from hpcrl.store.records import Kind, Record, missing
+from hpcrl.types import Cause, Ended, Fault, Message, Sampling, State, StepOutcome, Task, Ticket, ToolCall, ToolSpec
+
+WHERE = Where(node="n", job="1", boot_id="b")
+TASK = Task(environment="find", payload={"key": "N", "files": {"D7": "418", "N5": "233", "V1": "902", "Y6": "118"}})
+
+
+@pytest.fixture(scope="module")
+def renderer(tiny_model: Path) -> Renderer:
+    return Renderer(tiny_model)
+
+
+@pytest.fixture
+async def log(tmp_path: Path) -> AsyncIterator[LogClient]:
+    paths = RunPaths(tmp_path)
+    paths.make()
+    owner = Log(paths.log, "n", segment_bytes=1 << 20, segment_age_s=60, commit_interval_s=0)
+    server = LogServer(owner, tmp_path / "log.sock")
+    await server.start()
+    async with LogClient(tmp_path / "log.sock") as client:
+        yield client
+    await server.close()
+    await owner.close()
+
+
+def ticket(**over: Any) -> Ticket:
+    values: dict[str, Any] = {
+        "trajectory": "find-x.p1n0.0", "attempt": 1, "kind": "train", "task": TASK, "group": "find-x.p1n0", "member": 0,
+        "phase": "rl", "seed": 7, "sampling": Sampling(temperature=1.0, max_tokens=14), "max_steps": 5,
+        "max_context": 200, "deadline_s": 20.0, "incarnation": 1,
+    }  # fmt: skip
+    return Ticket(**(values | over))
+
+
+def right_way(transcript: str) -> str:
+    """Plays the task without a mistake, from what it sees alone."""
+    seen = transcript.split("<t>")[1:]
+    if not seen:
+        return "ls"
+    if len(seen) == 1:
+        return "cat N5"
+    return "answer " + seen[1].split("<e>")[0]
+
+
+def loop(log: Any, renderer: Renderer, task: Ticket, **over: Any) -> Loop:
+    values: dict[str, Any] = {
+        "engine": ScriptedEngine(right_way, renderer), "environment": find.make(task.task, task.seed),
+        "sandbox": MemorySandbox(), "log": log, "renderer": renderer, "where": WHERE,
+    }  # fmt: skip
+    return Loop(task, **(values | over))
+
+
+async def stored(tmp_path: Path) -> Store:
+    store = Store(RunPaths(tmp_path), open_segments=True)
+    store.refresh()
+    return store
+
+
+async def test_a_trajectory_is_a_chain_of_complete_records(log: LogClient, renderer: Renderer, tmp_path: Path) -> None:
+    ended = await loop(log, renderer, ticket()).run()
+    assert (ended.status, ended.rewards, ended.num_steps) == (State.COMPLETED, {"outcome": 1.0}, 3)
+    store = await stored(tmp_path)
+    chain = store.chain(ended.head)
+    act, observe = Kind.ACT, Kind.OBSERVE
+    assert [row.kind for row in chain] == [Kind.ADOPT, act, observe, act, observe, act, observe, Kind.END]
+    assert not [name for row in store.records(ended.trajectory) for name in missing(row)]
+    sequence = store.sequence(ended.head, 1.0)
+    text = renderer.transcript(sequence.ids)
+    assert text == "<bos><u>find N<e><a>ls<e><t>D7 N5 V1 Y6<e><a>cat N5<e><t>233<e><a>answer 233<e>"
+    said = renderer.transcript(sequence.ids[sequence.sampled])
+    assert said == "ls<e>cat N5<e>answer 233<e>"
+    assert ended.num_sampled == int(sequence.sampled.sum()) and ended.num_tokens == len(sequence.ids)
+
+
+async def test_a_chain_cut_after_any_record_ends_as_the_undisturbed_one(
+    log: LogClient, renderer: Renderer, tmp_path: Path
+) -> None:
+    ended = await loop(log, renderer, ticket()).run()
+    store = await stored(tmp_path)
+    whole = store.chain(ended.head)
+    tokens = store.sequence(ended.head, 1.0)
+    for cut in range(1, len(whole)):
+        head = whole[cut - 1].hash
+        history = history_of(store, head)
+        assert isinstance(history, History)
+        again = await loop(log, renderer, ticket(attempt=1 + cut, adopt=head), history=history).run()
+        assert replace(again, attempt=1, head="", duration_s=0) == replace(ended, head="", duration_s=0)
+        store.refresh()
+        other = store.sequence(again.head, 1.0)
+        for column in ("ids", "sampled", "logprobs", "versions"):
+            assert np.array_equal(getattr(other, column), getattr(tokens, column)), (cut, column)
+        assert {row.attempt for row in store.chain(again.head)} == ({1, 1 + cut})
+
+
+async def test_one_that_has_ended_is_not_run_again(log: LogClient, renderer: Renderer, tmp_path: Path) -> None:
+    ended = await loop(log, renderer, ticket()).run()
+    store = await stored(tmp_path)
+    assert history_of(store, ended.head) == ended
+
+
+class Broken:
+    """An environment that fails at one place."""
+
+    def __init__(self, where: str, effects: str = "pure") -> None:
+        self.where, self.effects, self.steps = where, effects, 0
+
+    def tools(self) -> tuple[ToolSpec, ...]:
+        return ()
+
+    async def reset(self, sandbox: Any) -> tuple[Message, ...]:
+        self.fail("reset")
+        return (Message.of("user", "go"),)
+
+    def parse(self, text: str) -> tuple[ToolCall, ...]:
+        self.fail("parse")
+        return (ToolCall(name="t", arguments={}, effects=self.effects),)  # type: ignore[arg-type]
+
+    async def step(self, calls: Sequence[ToolCall], sandbox: Any) -> StepOutcome:
+        self.fail("step")
+        self.steps += 1
+        if self.where == "sleep":
+            await asyncio.sleep(30)
+        return StepOutcome(results=(), messages=(Message.of("tool", "x"),), done=self.where == "rewards")
+
+    def rewards(self) -> Mapping[str, float]:
+        self.fail("rewards")
+        return {"outcome": 0.0}
+
+    def state(self) -> bytes:
+        return b""
+
+    def restore(self, state: bytes) -> None:
+        pass
+
+    def fail(self, where: str) -> None:
+        if self.where == where:
+            raise TimeoutError("no answer")
+
+
+@pytest.mark.parametrize("where", ["reset", "parse", "step"])
+async def test_an_environment_that_breaks_is_not_the_policys_fault(
+    log: LogClient, renderer: Renderer, tmp_path: Path, where: str
+) -> None:
+    ended = await loop(log, renderer, ticket(), environment=Broken(where)).run()
+    assert ended.status is State.RETRYING and not ended.rewards
+    assert ended.fault is not None and ended.fault.cause is Cause.ENVIRONMENT and ended.fault.where == f"find.{where}"
+    store = await stored(tmp_path)
+    assert not [row for row in store.records(ended.trajectory) if row.kind is Kind.END], "it is open, to be taken up"
+
+
+async def test_a_reward_that_fails_is_no_reward(log: LogClient, renderer: Renderer) -> None:
+    ended = await loop(log, renderer, ticket(), environment=Broken("rewards")).run()
+    assert (ended.status, ended.rewards) == (State.FAILED, {})
+    assert ended.fault is not None and ended.fault.cause is Cause.REWARD
+
+
+async def test_the_deadline_keeps_what_there_is(log: LogClient, renderer: Renderer, tmp_path: Path) -> None:
+    ended = await loop(log, renderer, ticket(deadline_s=0.3), environment=Broken("sleep")).run()
+    assert ended.status is State.TRUNCATED and ended.fault is not None and ended.fault.cause is Cause.ENVIRONMENT
+    kinds = [row.kind for row in (await stored(tmp_path)).chain(ended.head)]
+    assert kinds == [Kind.ADOPT, Kind.ACT, Kind.END]
+
+
+async def test_context_and_steps_run_out_as_the_policys_own(log: LogClient, renderer: Renderer) -> None:
+    short = await loop(log, renderer, ticket(max_context=20)).run()
+    assert short.status is State.TRUNCATED and short.fault is not None and short.fault.where == "context"
+    few = await loop(log, renderer, ticket(trajectory="b.0", max_steps=2)).run()
+    assert few.status is State.TRUNCATED and few.fault is not None and few.fault.where == "steps"
+    assert few.rewards == {"outcome": 0.0}
+
+
+async def test_an_engine_that_fails_is_named(log: LogClient, renderer: Renderer) -> None:
+    class Gone(ScriptedEngine):
+        async def generate(self, *args: Any, **kwargs: Any) -> Any:
+            raise EngineFault("connection refused", "engine n-0")
+
+    ended = await loop(log, renderer, ticket(), engine=Gone(right_way, renderer)).run()
+    assert ended.status is State.RETRYING
+    assert ended.fault == Fault(cause=Cause.ENGINE, where="engine n-0", message="connection refused")
+
+
+class FailingLog:
+    """Refuses records from the n-th on, as a full disk does."""
+
+    def __init__(self, log: LogClient, after: int) -> None:
+        self.log, self.left = log, after
+
+    def append(self, record: Record) -> Any:
+        self.left -= 1
+        if self.left >= 0:
+            return self.log.append(record)
+        future = asyncio.get_running_loop().create_future()
+        future.set_exception(OSError(28, "No space left on device"))
+        return future
+
+
+@pytest.mark.parametrize("after", range(9))
+async def test_what_is_not_durable_has_not_happened(log: LogClient, renderer: Renderer, after: int) -> None:
+    ended = await loop(FailingLog(log, after), renderer, ticket()).run()
+    assert ended.status is State.RETRYING and not ended.head and not ended.rewards
+    assert ended.fault is not None and (ended.fault.cause, ended.fault.where) == (Cause.PLATFORM, DISK)
+
+
+async def test_a_call_with_effects_waits_for_its_act_and_is_not_repeated(
+    log: LogClient, renderer: Renderer, tmp_path: Path
+) -> None:
+    refused = await loop(FailingLog(log, 2), renderer, ticket(), environment=Broken("", "effect")).run()
+    assert refused.fault is not None and refused.fault.where == DISK
+    environment = Broken("", "effect")
+    failing = loop(FailingLog(log, 2), renderer, ticket(trajectory="e.0"), environment=environment)
+    await failing.run()
+    assert environment.steps == 0, "the call ran before its act was durable"
+    # Killed between act and observe: whether the call happened is not known, so it is said, not done again.
+    first = await loop(log, renderer, ticket(trajectory="f.0", max_steps=1), environment=Broken("", "effect")).run()
+    store = await stored(tmp_path)
+    act = next(row for row in store.chain(first.head) if row.kind is Kind.ACT)
+    history = history_of(store, act.hash)
+    environment = Broken("", "effect")
+    again = ticket(trajectory="f.0", attempt=2, adopt=act.hash)
+    assert isinstance(history, History)
+    ended = await loop(log, renderer, again, environment=environment, history=history).run()
+    assert environment.steps == 0
+    assert ended.status is State.TRUNCATED
+    assert ended.fault == Fault(cause=Cause.PLATFORM, where="resume", message=UNKNOWN)
+
+
+async def test_a_verdict_only_records_the_end(log: LogClient, renderer: Renderer, tmp_path: Path) -> None:
+    fault = Fault(cause=Cause.ENVIRONMENT, where="sandbox", message="gone")
+    ended = await loop(log, renderer, ticket(attempt=3, verdict=fault)).run()
+    assert (ended.status, ended.fault, ended.rewards) == (State.FAILED, fault, {})
+    kinds = [row.kind for row in (await stored(tmp_path)).chain(ended.head)]
+    assert kinds == [Kind.ADOPT, Kind.END]
+    assert Ended.from_json(ended.to_json()) == ended

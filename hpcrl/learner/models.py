@@ -102,8 +102,18 @@ def alphabet() -> Alphabet:
     def ids(text: str) -> Any:
         return np.array([len(SPECIALS) + CHARACTERS.index(character) for character in text], np.int64)
 
+    bos, user, assistant, tool, end, pad = range(len(SPECIALS))
     return Alphabet(
-        *range(len(SPECIALS)), int(ids(" ")[0]), ids(upper + lower), ids(lower), ids(digits + upper + lower)
+        bos=bos,
+        user=user,
+        assistant=assistant,
+        tool=tool,
+        end=end,
+        pad=pad,
+        space=int(ids(" ")[0]),
+        letters=ids(upper + lower),
+        lower=ids(lower),
+        characters=ids(digits + upper + lower),
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -240,6 +241,24 @@ async def test_a_cancelled_start_leaves_nothing(backend: Backend) -> None:
     left = await asyncio.to_thread(_wait_for, lambda: list(set(process_tree(os.getpid())) - mine))
     watch.close()
     assert not left
+
+
+def test_a_sandbox_killed_in_mid_start_leaves_nothing(backend: Backend) -> None:
+    """bwrap's child waits for ever for a bwrap that is killed too early; both must go."""
+    mine = set(process_tree(os.getpid()))
+    children = []
+    for number in range(80):
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            process = backend.spawn(
+                Limits(), ["RUNNER", "{}"], stdin=theirs.fileno(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+            )
+        time.sleep(0.0002 * number)
+        children += process_tree(process.pid)
+        backends.kill(process)
+        process.wait()
+    assert not _wait_for(lambda: [pid for pid in children if _alive(pid)])
+    assert not set(process_tree(os.getpid())) - mine
 
 
 # ---- where none can be had

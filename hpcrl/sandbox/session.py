@@ -11,14 +11,13 @@ import asyncio
 import contextlib
 import json
 import os
-import signal
 import socket
 import subprocess
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from hpcrl.sandbox.backend import PLACES, WORK, Backend, Limits, host_uids
+from hpcrl.sandbox.backend import PLACES, WORK, Backend, Limits, host_uids, kill
 from hpcrl.sandbox.runner import FRAME
 from hpcrl.sandbox.watch import Watch
 from hpcrl.types import CommandResult, SandboxError
@@ -207,14 +206,11 @@ class Session(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         self._end("its processes ended")
-        if self._process is not None:
-            _starter.submit(_reap, self._process)
 
     def _end(self, why: str) -> None:
+        if self._process is not None and not self.lost:
+            _starter.submit(_reap, self._process)
         self.lost = self.lost or why
-        if self._process is not None and self._process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.send_signal(signal.SIGKILL)
         if self._transport is not None:
             self._transport.close()
         for future in self._replies.values():
@@ -242,7 +238,7 @@ def _spawn(backend: Backend, limits: Limits, theirs: socket.socket, errors: int)
 
 def _reap(process: subprocess.Popen[bytes], patience_s: float = 5.0) -> None:
     """Kill and collect a bwrap process; its sandbox dies with it."""
-    process.kill()
+    kill(process)
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(patience_s)
 

@@ -1,0 +1,31 @@
+"""The environment that docs/environments.md shows works as it stands there."""
+
+from __future__ import annotations
+
+import re
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from hpcrl.sandbox.memory import MemorySandbox
+
+PAGE = Path(__file__).parents[1] / "docs" / "environments.md"
+
+
+async def test_the_example() -> None:
+    (source,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    module: dict[str, Any] = {}
+    exec(source, module)
+    train = {task.id for task in islice(module["tasks"]("train", 0), 500)}
+    heldout = list(module["tasks"]("heldout", 0))
+    assert not train & {task.id for task in heldout}
+    environment, sandbox = module["make"](heldout[0], 0), MemorySandbox()
+    low, high = 0, 99
+    for _ in range(7):
+        guess = (low + high) // 2
+        outcome = await environment.step(environment.parse(str(guess)), sandbox)
+        if outcome.done:
+            break
+        low, high = (guess + 1, high) if outcome.messages[0].text == "higher" else (low, guess - 1)
+    assert environment.rewards() == {"outcome": 1.0}
+    assert not environment.parse("eight")[0].legal

@@ -1,7 +1,7 @@
 """Pid 1 of a sandbox: runs one call at a time for the host, and leaves nothing running after it.
 
 This file is copied into the sandbox and run there by whatever Python >= 3.9 it has: standard library only, nothing of
-hpcrl, and one file (so a few lines longer than our others may be). It owns the frame format of the pipe between host and sandbox:
+hpcrl, and one file (so a few lines longer than our others may be). It owns the frames of the pipe to the host:
 
     frame = header length (u32 LE) | body length (u32 LE) | header (JSON) | body
 

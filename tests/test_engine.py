@@ -105,7 +105,11 @@ async def test_requests_in_flight_survive_a_load(rig: EngineRig) -> None:
     ids = context(140, 4)
     sampling = Sampling(temperature=1.0, max_tokens=110)
     calls = [asyncio.create_task(engine.generate(ids, sampling, request=f"f{index}")) for index in range(4)]
-    await asyncio.sleep(0.5)
+
+    async def running() -> bool:
+        return (await engine.stats()).running == 4
+
+    await until(running)
     await engine.load(1, rig.version(1))
     got = await asyncio.gather(*calls)
     await engine.load(0, rig.version(0))

@@ -261,6 +261,7 @@ class EngineProcess:
             "VLLM_SERVER_DEV_MODE": "1",  # the calls that pause, load and resume
             "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": str(KEEP_ALIVE_S),
             "VLLM_RPC_BASE_PATH": str(self.folder),
+            "TMPDIR": str(self.folder),  # vLLM leaves a rendezvous file behind at every start
             "PYTHONUNBUFFERED": "1",
             "NO_COLOR": "1",
         }

@@ -24,6 +24,18 @@ from hpcrl.types import ConfigError, Int32Array, Message
 DUMMY = "hpcrl0dummy0turn"
 
 
+def load_tokenizer(folder: Path) -> Any:
+    """The folder's tokenizer as transformers loads it. Raises OSError, ValueError or KeyError when it can't."""
+    from transformers import PreTrainedTokenizerFast
+
+    if (folder / "tokenizer.json").is_file():
+        # The whole tokenizer is in that file. AutoTokenizer would import torch and every model's class: 10 s of CPU.
+        return PreTrainedTokenizerFast.from_pretrained(str(folder), local_files_only=True)
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+
+
 class Renderer:
     """One model's tokenizer and chat template. Not thread safe (tokenizers aren't); make one per process."""
 
@@ -32,11 +44,9 @@ class Renderer:
 
         Raises ConfigError: no tokenizer, no template, or a template that hides what the assistant said.
         """
-        from transformers import AutoTokenizer
-
         self._folder = Path(model)
         try:
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(str(model), local_files_only=True)
+            self._tokenizer: Any = load_tokenizer(self._folder)
         except (OSError, ValueError, KeyError) as error:
             raise ConfigError(f"{model}: no tokenizer that can be read: {str(error).splitlines()[0]}") from error
         if chat_template is not None:

@@ -1,6 +1,6 @@
 """A role as a job: submit it, tell whether it lives, end it. Owns jobs.jsonl and the run's certificate.
 
-Each submission is made by a short helper process in a session of its own (`python -m hpcrl.launch RUN ROLE INDEX`), so
+Each submission is made by a short helper process in a session of its own (`python -m hpcrl.roles submit RUN ROLE INDEX`), so
 that a job shares neither the terminal's signals nor the environment of whoever asked for it.
 """
 
@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -114,7 +114,7 @@ async def submit_async(paths: RunPaths, role: Role, index: int = 0) -> Job:
 
 
 def helper_command(paths: RunPaths, role: Role, index: int) -> Sequence[str]:
-    return (sys.executable, "-m", "hpcrl.launch", str(paths.root), role, str(index))
+    return (sys.executable, "-m", "hpcrl.roles", "submit", str(paths.root), role, str(index))
 
 
 def _submitted(paths: RunPaths, role: Role, index: int, code: int | None, out: bytes, err: bytes) -> Job:
@@ -177,13 +177,10 @@ def check_devices(config: Config) -> None:
         )
 
 
-def _submit_here(root: str, role: Role, index: int) -> None:
-    """The helper: hand one job to submitit and print its id."""
+def submit_here(paths: RunPaths, role: Role, index: int, body: Callable[[str, str, int], None]) -> None:
+    """The helper's part: hand one job, which is to run `body`, to submitit and print its id."""
     import submitit
 
-    from hpcrl.roles import run_role
-
-    paths = RunPaths.of(root)
     config = load_resolved(paths.config)
     os.environ.clear()
     os.environ.update(role_environment(paths))
@@ -199,10 +196,6 @@ def _submit_here(root: str, role: Role, index: int) -> None:
     null = os.open(os.devnull, os.O_RDWR)
     for fd in (0, 1, 2):
         os.dup2(null, fd)
-    job = executor.submit(run_role, str(paths.root), role, index)
+    job = executor.submit(body, str(paths.root), role, index)
     created = psutil.Process(int(job.job_id)).create_time()
     os.write(answer, json.dumps({"id": job.job_id, "created": created}).encode() + b"\n")
-
-
-if __name__ == "__main__":
-    _submit_here(sys.argv[1], sys.argv[2], int(sys.argv[3]))  # type: ignore[arg-type]

@@ -151,7 +151,7 @@ async def rollout(paths: RunPaths, config: Config, index: int) -> None:
     pool = pool_of(config.rollout, index)
 
     async def start_host(number: int) -> asyncio.subprocess.Process:
-        command = (sys.executable, "-m", "hpcrl.roles", str(paths.root), node, str(index), str(number))
+        command = (sys.executable, "-m", "hpcrl.roles", "host", str(paths.root), node, str(index), str(number))
         return await asyncio.create_subprocess_exec(*command)
 
     renderer = Renderer(paths.model)
@@ -301,12 +301,18 @@ def _wait_for(path: Path, seconds: float) -> dict[str, Any]:
     raise HpcrlError(f"{path}: rank 0 did not write it within {seconds:g} s")
 
 
-def _host_main() -> None:
-    root, node, index, number = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+def main(what: str, root: str, name: str, *numbers: str) -> None:
+    """`submit RUN ROLE INDEX` hands a role's job to the executor; `host RUN NODE INDEX NUMBER` is a host's process."""
     paths = RunPaths.of(root)
-    start_logging(paths.logs, f"host-{node}-{number}", job_id())
-    asyncio.run(host(paths, load_resolved(paths.config), node, index, number))
+    if what == "submit":
+        from hpcrl import launch, roles
+
+        # By the module's own name: as __main__ the job could not find it.
+        launch.submit_here(paths, name, int(numbers[0]), roles.run_role)  # type: ignore[arg-type]
+    else:
+        start_logging(paths.logs, f"host-{name}-{numbers[1]}", job_id())
+        asyncio.run(host(paths, load_resolved(paths.config), name, int(numbers[0]), int(numbers[1])))
 
 
 if __name__ == "__main__":
-    _host_main()
+    main(*sys.argv[1:])

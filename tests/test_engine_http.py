@@ -66,31 +66,38 @@ async def test_a_connection_that_the_server_closed_while_it_rested(server: Serve
     http = UnixHttp(server.path)
     for _ in range(3):
         assert (await http.request("POST", "/x", {"a": 1})).status == 200
+        await asyncio.sleep(0.05)
     assert (server.connections, server.requests) == (3, 3)
     await http.close()
 
 
 @pytest.mark.parametrize(
-    ("answer", "words"),
+    "answer",
     [
-        (b"", "without an answer"),
-        (b"HTTP/1.1 200 OK\r\nCont", "broke off in its head"),
-        (b"HTTP/1.1 200 OK\r\nContent-Length: 20\r\n\r\n{}", "broke off after 2 bytes"),
-        (b"HTTP/1.1 200 OK\r\n\r\n{}", "without a length"),
-        (b"SSH-2.0-OpenSSH\r\n\r\n", "not an HTTP answer"),
+        b"",
+        b"HTTP/1.1 200 OK\r\nCont",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 20\r\n\r\n{}",
+        b"SSH-2.0-OpenSSH\r\n\r\n",
     ],
 )
-async def test_answers_that_are_none(server: Server, answer: bytes, words: str) -> None:
+async def test_answers_that_are_none(server: Server, answer: bytes) -> None:
     async def broken(number: int, head: bytes, writer: asyncio.StreamWriter) -> bool:
         writer.write(answer)
         return False
 
     server.handle = broken
     http = UnixHttp(server.path)
-    with pytest.raises(AnswerError, match=words):
+    with pytest.raises(AnswerError):
         await http.request("GET", "/x")
     server.handle = server.answer
     assert (await http.request("GET", "/x")).status == 200
+    await http.close()
+
+
+async def test_nobody_listens(tmp_path: Path) -> None:
+    http = UnixHttp(tmp_path / "none")
+    with pytest.raises(OSError):
+        await http.request("GET", "/x")
     await http.close()
 
 

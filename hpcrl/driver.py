@@ -30,7 +30,7 @@ from hpcrl.rollout.loop import DISK, ended_of
 from hpcrl.store.index import Store
 from hpcrl.store.ledger import LedgerWriter, ProgressReader, UpdateRow, entries, lineage
 from hpcrl.store.records import Kind
-from hpcrl.types import Ended, EnvironmentFamily, State, Task
+from hpcrl.types import Ended, Entry, EnvironmentFamily, State, Task
 from hpcrl.workers import TOPIC, run_ticket
 
 logger = logging.getLogger(__name__)
@@ -159,6 +159,7 @@ class Driver:
         self._tasks: asyncio.TaskGroup
         self._failed_loads: list[str] = []
         self._spawned: set[asyncio.Task[None]] = set()
+        self._scored: list[Entry] = []  # for the ledger, written together: one sync, not one a group
         self._submitted: set[str] = set()  # trajectories that users asked for
 
     async def run(self) -> str:
@@ -214,7 +215,7 @@ class Driver:
                 }  # fmt: skip
                 self._spawn(self._call(instruction.host, "abandon", **arguments))
             case f.WriteLedger(entries=rows):
-                self._ledger.append(rows)
+                self._scored += rows
             case f.Load(node=node, version=version):
                 self._spawn(self._load(node, version))
             case f.Promote(version=version):
@@ -380,7 +381,14 @@ class Driver:
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
+            self._write_ledger()
             self._handle(f.Tick())
+
+    def _write_ledger(self) -> None:
+        """What a crash loses of it is found in the store again: all members of the group have ended there."""
+        if self._scored:
+            rows, self._scored = self._scored, []
+            self._ledger.append(rows)
 
     async def _compact(self) -> None:
         while True:
@@ -471,6 +479,7 @@ class Driver:
         """End all roles in order: learner told by the ledger, loops parked, engines, sandboxes; then seal the store."""
         if self._reason.startswith("full"):
             self._paths.reserve.unlink(missing_ok=True)
+        self._write_ledger()
         if self._reason != "done":
             self._ledger.stop(self._reason)
         hosts = [worker for worker, role in self._roles.items() if role["role"] == "host"]

@@ -21,6 +21,7 @@ from typing import Any, Protocol
 
 import dask
 from distributed import Worker
+from distributed.batched import BatchedSend
 from distributed.comm import connect, listen
 from distributed.security import Security
 
@@ -48,6 +49,7 @@ from hpcrl.types import (
 logger = logging.getLogger(__name__)
 
 TOPIC = "hpcrl"  # one topic for all receipts: Dask never frees a topic
+LINE_S = 0.002  # what gathers in that time goes between host and sandbox node as one message
 EVENT_S = 0.02  # least time between two event messages of a worker
 
 # Flow decides every retry, placement and cancellation; these take the decisions away from Dask.
@@ -194,30 +196,30 @@ class SandboxNode:
 
     async def _serve(self, comm: Any) -> None:
         """One host's line: calls come in, each is served beside the others, answers go back in any order."""
-        writing = asyncio.Lock()
+        answers = BatchedSend(interval=LINE_S)
+        answers.start(comm)
         calls: set[asyncio.Task[None]] = set()
         try:
             while True:
-                message = await comm.read()
-                task = asyncio.create_task(self._answer(comm, writing, message))
-                calls.add(task)
-                task.add_done_callback(calls.discard)
+                for message in await comm.read():
+                    task = asyncio.create_task(self._answer(answers, message))
+                    calls.add(task)
+                    task.add_done_callback(calls.discard)
         except OSError:
             pass  # the host went away; its trajectories are taken up by flow
         finally:
             for task in calls:
                 task.cancel()
-            comm.abort()
+            answers.abort()
 
-    async def _answer(self, comm: Any, writing: asyncio.Lock, message: dict[str, Any]) -> None:
+    async def _answer(self, answers: Any, message: dict[str, Any]) -> None:
         try:
             value = await self._perform(**message["call"])
             answer = {"id": message["id"], "value": value}
         except Exception as error:
             answer = {"id": message["id"], "error": f"{type(error).__name__}: {error}"}
-        async with writing:
-            with contextlib.suppress(OSError):
-                await comm.write(answer)
+        with contextlib.suppress(OSError):
+            answers.send(answer)
 
     async def _perform(self, op: str, trajectory: str, attempt: int, first: bool = False, **arguments: Any) -> Any:
         if op == "release":
@@ -253,7 +255,7 @@ class Line:
 
     def __init__(self, address: str, secure: Security) -> None:
         self._address, self._secure = address, secure
-        self._comm: Any = None
+        self._calls: Any = None  # what sends them, several in one message
         self._opening = asyncio.Lock()
         self._waiting: dict[int, asyncio.Future[Any]] = {}
         self._reader: asyncio.Task[None] | None = None
@@ -263,13 +265,12 @@ class Line:
         """Raises AttemptFault: PLATFORM when the node can't be reached, ENVIRONMENT when the sandbox refuses."""
         try:
             async with self._opening:
-                if self._comm is None or self._comm.closed():
+                if self._calls is None or self._calls.closed():
                     await self._open()
-                self._number += 1
-                number = self._number
-                answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-                self._waiting[number] = answer
-                await self._comm.write({"id": number, "call": call})
+            self._number += 1
+            answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+            self._waiting[self._number] = answer
+            self._calls.send({"id": self._number, "call": call})
             message = await answer
         except OSError as error:
             text = f"sandbox node {self._address}: {error}"
@@ -279,20 +280,23 @@ class Line:
         return message["value"]
 
     async def _open(self) -> None:
-        self._comm = await connect(self._address, timeout=5, **self._secure.get_connection_args("worker"))
-        self._reader = asyncio.create_task(self._read(self._comm))
+        comm = await connect(self._address, timeout=5, **self._secure.get_connection_args("worker"))
+        self._calls = BatchedSend(interval=LINE_S)
+        self._calls.start(comm)
+        self._reader = asyncio.create_task(self._read(comm))
 
     async def _read(self, comm: Any) -> None:
         error = ConnectionError("closed")
         try:
             while True:
-                message = await comm.read()
-                answer = self._waiting.pop(message["id"], None)
-                if answer is not None and not answer.done():
-                    answer.set_result(message)
+                for message in await comm.read():
+                    answer = self._waiting.pop(message["id"], None)
+                    if answer is not None and not answer.done():
+                        answer.set_result(message)
         except OSError as failure:
             error = ConnectionError(str(failure))
         finally:
+            self._calls.abort()
             waiting, self._waiting = self._waiting, {}
             for answer in waiting.values():
                 if not answer.done():
@@ -301,8 +305,8 @@ class Line:
     def close(self) -> None:
         if self._reader is not None:
             self._reader.cancel()
-        if self._comm is not None:
-            self._comm.abort()
+        if self._calls is not None:
+            self._calls.abort()
 
 
 class RemoteSandbox:

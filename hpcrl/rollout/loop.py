@@ -39,6 +39,7 @@ from hpcrl.types import (
     Ticket,
     ToolCall,
     ToolResult,
+    ToolSpec,
 )
 
 DISK = "disk"  # `where` of the fault of a disk or quota that is used up
@@ -104,6 +105,7 @@ class Loop:
         self._num_tokens = self._num_sampled = self._num_steps = 0
         self._num_calls = self._num_valid_calls = 0
         self._versions: list[int] = []
+        self._offered: tuple[tuple[ToolSpec, ...], list[dict[str, Any]]] = ((), [])
         self._began = time.monotonic()
         self._waited_s = 0.0  # of it, for tools
 
@@ -254,7 +256,7 @@ class Loop:
         self._num_sampled += len(generation.ids)
         meta = {
             "root": self._root,
-            "tools": [dataclasses.asdict(tool) for tool in self._environment.tools()],
+            "tools": self._tools(),
             "calls": [dataclasses.asdict(call) for call in calls],
             "finish_reason": generation.finish_reason,
             "spans": [dataclasses.asdict(span) for span in generation.spans],
@@ -392,6 +394,13 @@ class Loop:
         if len(self._context) > 1:
             self._context = [np.concatenate(self._context)]
         return self._context[0]
+
+    def _tools(self) -> list[dict[str, Any]]:
+        """The tools offered now, as JSON; mostly the same as at the step before."""
+        tools = self._environment.tools()
+        if tools != self._offered[0]:
+            self._offered = (tools, [dataclasses.asdict(tool) for tool in tools])
+        return self._offered[1]
 
     def _count(self, calls: Sequence[ToolCall]) -> None:
         self._num_calls += len(calls)

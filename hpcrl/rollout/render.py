@@ -49,6 +49,7 @@ class Renderer:
             self._tokenizer: Any = load_tokenizer(self._folder)
         except (OSError, ValueError, KeyError) as error:
             raise ConfigError(f"{model}: no tokenizer that can be read: {str(error).splitlines()[0]}") from error
+        self._fast: Any = getattr(self._tokenizer, "backend_tokenizer", None)
         if chat_template is not None:
             self._tokenizer.chat_template = chat_template
         if not self._tokenizer.chat_template:
@@ -96,9 +97,9 @@ class Renderer:
 
     def _ids(self, text: str) -> list[int]:
         # The template has already put every special token, BOS too, where it belongs.
-        ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
-        assert isinstance(ids, list)
-        return ids
+        if self._fast is not None:  # the tokenizers library itself: a tenth of what transformers' call costs
+            return list(self._fast.encode(text, add_special_tokens=False).ids)
+        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def _render(self, messages: Sequence[Message], generate: bool = True) -> str:
         rows = []

@@ -59,8 +59,8 @@ async def act(environment, sandbox, text: str):  # type: ignore[no-untyped-def]
 async def test_a_good_trajectory(family: reasoning.Reasoning, lease: Lease) -> None:
     environment = family.make(CHAIN, 0)
     opening = await environment.reset(lease)
-    assert [message.role for message in opening] == ["system", "user", "assistant", "user", "assistant", "user"]
-    assert opening[2].text == "```python\nprint(24 + 51 - 13)\n```"
+    assert [message.role for message in opening] == ["user", "assistant", "user", "assistant", "user"]
+    assert opening[1].text == "```python\nprint(24 + 51 - 13)\n```"
     assert opening[-1].text == CHAIN.payload["question"]
     outcome = await act(environment, lease, "```python\nprint(57 + 87 - 70)\n```\nOutput: 99\nAnswer: 99")
     assert [(message.role, message.text) for message in outcome.messages] == [("user", "Output: 74")]

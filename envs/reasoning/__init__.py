@@ -1,6 +1,6 @@
 """The environment `reasoning`: tasks and scorers of the library reasoning-gym, answered with the help of Python.
 
-    system, and per worked example: user: question, assistant: ```python …```, user: Output: …, assistant: Answer: …
+    per worked example: user: question, assistant: ```python …```, user: Output: …, assistant: Answer: …
     user: question     act: ```python                      user: Output: 214
                             print(57 + 87 + 70)
                             ```
@@ -40,7 +40,6 @@ SUCCESS = 0.99  # score from which an answer counts as right
 HELDOUT_PER_KIND = 2000
 _MISSES = 2000  # draws without a new task after which a kind's held-out tasks are taken to be used up
 
-SYSTEM = "You solve problems by running Python code. Write one code block, read its output, then give the answer."
 # kind: (parameters, worked examples as (question, program, output)); the settings are ones where success is mixed.
 _KINDS: dict[str, tuple[dict[str, int], tuple[tuple[str, str, str], ...]]] = {
     "chain_sum": (
@@ -180,7 +179,8 @@ class Problem:
         return _TOOLS
 
     async def reset(self, sandbox: Sandbox) -> tuple[Message, ...]:
-        messages = [Message.of("system", SYSTEM)]
+        # No system message: SmolLM2 does better with its template's own (0.43 against 0.0 on chain_sum, few samples).
+        messages = []
         for question, program, output in _KINDS[self._task.kind][1]:
             messages.append(Message.of("user", question))
             messages.append(Message.of("assistant", f"```python\n{program}\n```"))

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 from learner_parts import make_model
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from hpcrl.config import Model
 from hpcrl.layout import RunPaths
-from hpcrl.learner.copying import Stage, batch, opening, pairs, tool
-from hpcrl.learner.models import SPECIALS, alphabet, ensure_model, make_tiny
+from hpcrl.learner.copying import Stage, batch, induction_start, named, opening, pairs, tool
+from hpcrl.learner.models import SPECIALS, alphabet, ensure_model, make_tiny, tiny_config
 from hpcrl.learner.policy import Policy
 from hpcrl.learner.probe import probe_rows
 from hpcrl.types import ConfigError
@@ -29,7 +29,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_tiny_model_is_the_same_bits_for_a_seed_and_other_bits_for_another(tmp_path: Path) -> None:
     for name, seed in (("a", 3), ("b", 3), ("c", 4)):
         torch.manual_seed(hash(name) % 1000)  # whatever the process drew before
-        make_tiny(tmp_path / name, seed, stages=(Stage((opening, tool, pairs), rows=4, steps=3, lr=1e-3),))
+        make_tiny(tmp_path / name, seed, stages=(Stage((opening, tool, named, pairs), rows=4, steps=3, lr=1e-3),))
     a, b, c = ((tmp_path / name / "model.safetensors").read_bytes() for name in "abc")
     assert a == b != c
     assert all(path.stat().st_mode & 0o777 == 0o644 for path in (tmp_path / "a").iterdir())
@@ -58,7 +58,7 @@ def test_the_tiny_tokenizer_gives_one_token_a_character_and_comes_back(tiny: Pat
 
 
 def test_the_copy_stages_loss_counts_only_what_can_be_predicted() -> None:
-    ids, counts = batch(np.random.default_rng(0), alphabet(), (opening, tool, pairs), 300)
+    ids, counts = batch(np.random.default_rng(0), alphabet(), (opening, tool, named, pairs), 300)
     assistant, end, space = SPECIALS.index("<a>"), SPECIALS.index("<e>"), alphabet().space
     for index, (row, mask) in enumerate(zip(ids, counts, strict=True)):
         trained = np.flatnonzero(mask)
@@ -66,15 +66,32 @@ def test_the_copy_stages_loss_counts_only_what_can_be_predicted() -> None:
         assert again[-1] == end and len(again) >= 3
         turn = np.flatnonzero(row[: trained[0]] == assistant)[-1]
         shown = row[:turn].tolist()
-        if index % 3 < 2:
+        if index % 4 < 3:
             assert trained[-1] - trained[0] == len(trained) - 1
-            assert any(shown[at : at + len(again)] == again for at in range(len(shown))), "not what was shown"
+            text = again[:-1]
+            assert any(shown[at : at + len(text)] == text for at in range(len(shown))), "not what was shown"
         else:
-            assert len(again) == mask.sum() >= 5
+            assert len(again) == mask.sum() >= 4
             for at in trained[:-1]:
                 assert row[at - 2] == space and any(
                     shown[i : i + 2] == row[at - 1 : at + 1].tolist() for i in range(turn)
                 )
+
+
+def test_the_start_leans_from_a_token_to_what_followed_it_before() -> None:
+    before, again = [], []
+    for seed in range(4):
+        torch.manual_seed(seed)
+        model = LlamaForCausalLM(tiny_config())
+        induction_start(model)
+        model.set_attn_implementation("eager")
+        ids = torch.arange(10, 34).repeat(2)[None]  # 24 different tokens, twice
+        first, second = model(input_ids=ids, output_attentions=True).attentions
+        at = torch.arange(24, 48)
+        before.append(first[0, 0].diagonal(-1).mean().item())
+        again.append(second[0, 0][at, at - 23].mean().item())
+    assert min(before) > 0.8  # to the token before
+    assert np.mean(again) > 2 / 48  # more than twice what chance gives
 
 
 def test_the_probe_is_the_models_own_text_and_the_same_for_a_seed(tiny: Path) -> None:

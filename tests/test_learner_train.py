@@ -269,3 +269,21 @@ def test_the_ledgers_trained_trajectories_are_skipped_by_a_new_replay(tmp_path: 
     replay.add(entries(paths))
     chosen = replay.fire(config.phase[0].model_copy(update={"trajectories": 2}), 0.0)
     assert chosen is not None and chosen.trajectories == ("t012", "t013")
+
+
+def test_bf16_is_published_as_bf16_and_the_probe_is_its_own(tmp_path: Path, model: Path) -> None:
+    config = make_config([warmup(2)], model={"dtype": "bfloat16"})
+    paths = make_run(tmp_path / "run", config, model)
+    store_and_enter(paths, sft_rows(12))
+    alone(paths, config)
+    published = dict(iter_tensors(paths.version(1)))
+    assert {tensor.dtype for tensor in published.values()} == {torch.bfloat16}
+    lm = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
+    lm.load_state_dict(published, strict=False)
+    probe = read_probe(paths.version(1))
+    with torch.no_grad():
+        scores = lm(input_ids=probe.ids.long()).logits.float().log_softmax(-1)
+    expected = scores[:, :-1].gather(2, probe.ids[:, 1:, None].long())[..., 0]
+    inside = torch.arange(1, probe.ids.shape[1]) < probe.lengths[:, None]
+    assert (probe.logprobs[:, 1:] - expected)[inside].abs().mean() < 0.05
+    assert trained_rows(paths)[1].metrics["loss"] < trained_rows(paths)[0].metrics["loss"]

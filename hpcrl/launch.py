@@ -1,6 +1,6 @@
 """A role as a job: submit it, tell whether it lives, end it. Owns jobs.jsonl and the run's certificate.
 
-Each submission is made by a short helper process in a session of its own (`python -m hpcrl.roles submit …`), so
+Each submission is made by a short helper process in a session of its own (`python -m hpcrl.roles submit`), so
 that a job shares neither the terminal's signals nor the environment of whoever asked for it.
 """
 

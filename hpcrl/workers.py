@@ -23,6 +23,7 @@ import dask
 from distributed import Worker
 from distributed.batched import BatchedSend
 from distributed.comm import connect, listen
+from distributed.comm.addressing import parse_host_port
 from distributed.security import Security
 
 from hpcrl.config import Config
@@ -118,10 +119,9 @@ class Guest:
     async def serve(self) -> None:
         """Returns when `stop` is set, or when no control was there for `launch.control_timeout_s`."""
         last_seen = time.monotonic()
-        served: str | None = None
         while not self.stop.is_set():
             scheduler = read_json(self._paths.scheduler)
-            if scheduler is None or scheduler["address"] == served:
+            if scheduler is None or not await _listens(scheduler["address"]):
                 if time.monotonic() - last_seen > self._config.launch.control_timeout_s:
                     logger.warning("no control for %g s: this process ends", self._config.launch.control_timeout_s)
                     return
@@ -136,10 +136,11 @@ class Guest:
                 )  # fmt: skip
                 worker.handlers["hpcrl"] = self._handle
                 async with worker:
-                    self.worker, served = worker, scheduler["address"]
+                    self.worker = worker
                     last_seen = time.monotonic()
                     logger.info("joined control %s at %s", scheduler["incarnation"], scheduler["address"])
                     await self._until_left(worker)
+                    last_seen = time.monotonic()
             except (TimeoutError, OSError, ValueError) as error:
                 logger.info("control at %s can't be joined: %s", scheduler["address"], error)
                 await self._pause(0.5)
@@ -161,6 +162,18 @@ class Guest:
 
     async def _handle(self, method: str, arguments: Mapping[str, Any]) -> Any:
         return await self._call(method, arguments)
+
+
+async def _listens(address: str) -> bool:
+    """Whether anyone is there: a scheduler that was killed leaves its address behind."""
+    host, port = parse_host_port(address.partition("://")[2])
+    try:
+        async with asyncio.timeout(2):
+            _, writer = await asyncio.open_connection(host, port)
+    except (OSError, TimeoutError):
+        return False
+    writer.close()
+    return True
 
 
 # ---- sandbox nodes ------------------------------------------------------------------------------------------------

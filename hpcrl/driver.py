@@ -433,9 +433,6 @@ class Driver:
         fresh = len(self._rates) > 1
         phase = flow.phase
         rate = (done - self._began_updates) / max(1e-9, now - self._began)
-        lag = 0
-        if self._last is not None:
-            lag = int(self._last.metrics.get("lag_max", 0))
         return {
             "state": "running",
             "phase": phase.name if phase else "",
@@ -460,7 +457,7 @@ class Driver:
             "receipts": self._receipts,
             "tokens_per_s": max(0.0, (tokens - first[1]) / span) if fresh else 0.0,
             "busy_share": min(1.0, max(0.0, (busy - first[2]) / span)) if fresh else 0.0,
-            "lag": lag,
+            "lag": round(self._last.metrics.get("lag", 0.0), 2) if self._last else 0.0,
             "eta_s": (total - done) / rate if rate > 0 else None,
             "version": flow.promoted,
             "newest": flow.newest,

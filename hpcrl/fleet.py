@@ -14,6 +14,8 @@ from hpcrl.layout import RunPaths
 
 logger = logging.getLogger(__name__)
 
+RANKS_START_S = 10.0  # in which a learner's ranks are all started
+
 
 class Fleet:
     """The jobs of a run but control's own. Jobs that an earlier control left running are taken over, not replaced."""
@@ -42,6 +44,9 @@ class Fleet:
         """Bring every job up. Returns why the run must stop when a role dies again and again without an update."""
         now = time.monotonic()
         for (role, index), job in self.wanted.items():
+            if job is not None and role == "learner" and self._lost_a_rank(job):
+                logger.warning("a rank of job %s (learner) is gone: ending the others", job.id)
+                job.kill()
             if role in self.done or (job is not None and job.alive) or now < self._not_before.get((role, index), 0):
                 continue
             if job is not None and (role, index) in self._not_before:  # one of ours
@@ -55,6 +60,11 @@ class Fleet:
             self.wanted[role, index] = await submit_async(self._paths, role, index)
             self._not_before[role, index] = now + min(1.0 * 2 ** self.deaths[role], 30.0) if self.deaths[role] else now
         return None
+
+    def _lost_a_rank(self, job: Job) -> bool:
+        """submitit's controller waits for all ranks, and those left may wait for data for as long as there is none."""
+        started = time.time() - job.wall > RANKS_START_S
+        return started and job.alive and 0 < len(job.tasks()) < self._config.learner.ranks
 
     async def stop(self, grace_s: float) -> None:
         """Wait for every job to end by itself; then ask by SIGTERM; then end it."""

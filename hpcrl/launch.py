@@ -60,7 +60,8 @@ class Job:
         """The processes that do the job's work (the role's own, not what they started)."""
         process = self.process
         with contextlib.suppress(psutil.Error):
-            return process.children() if process else []
+            children = process.children() if process else []
+            return [child for child in children if child.status() != psutil.STATUS_ZOMBIE]
         return []
 
     def signal(self, number: signal.Signals) -> None:

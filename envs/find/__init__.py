@@ -30,7 +30,7 @@ GOOD_CALLS = 2  # that a right answer must rest on
 COMMAND_TIMEOUT_S = 10.0
 
 # How often the expert errs: per turn, per early turn, and at the choice that the name says.
-MALFORMED, EARLY, SKIP_LS, WRONG_FILE, GIVE_UP = 0.08, 0.1, 0.15, 0.45, 0.1
+MALFORMED, EARLY, SKIP_LS, WRONG_FILE, GIVE_UP = 0.08, 0.1, 0.15, 0.35, 0.1
 
 _ACT = re.compile(r"(ls)|(cat) ([A-Za-z0-9]+)|(answer) (\S+)")
 _LISTING = re.compile(r"[A-Z][0-9]( [A-Z][0-9])+")

@@ -34,6 +34,7 @@ class Counts:
     trained: int = 0
     too_old: int = 0  # lag above the phase's max_lag
     broken: int = 0  # a logprob that is no finite number: the engine's fault, not trained
+    lag: int = 0  # of the trained ones, summed
 
 
 def build(
@@ -46,7 +47,7 @@ def build(
     width = max((len(sequence.ids) for sequence in sequences), default=2)
     ids = np.zeros((max(len(sequences), 1), width), np.int64)
     parts: list[tuple[np.ndarray, ...]] = []
-    too_old = broken = 0
+    too_old = broken = lag = 0
     for row, (sequence, advantage) in enumerate(zip(sequences, advantages, strict=True)):
         ids[row, : len(sequence.ids)] = sequence.ids
         at = np.flatnonzero(sequence.sampled)
@@ -57,6 +58,7 @@ def build(
             too_old += int((~fresh).sum())
             broken += int((fresh & ~finite).sum())
             at = at[fresh & finite]
+            lag += int((version - sequence.versions[at]).sum())
         parts.append(
             (
                 row * width + at - 1,
@@ -77,4 +79,4 @@ def build(
         advantages=gains,
         current=current,
     )
-    return batch, Counts(trained=len(positions), too_old=too_old, broken=broken)
+    return batch, Counts(trained=len(positions), too_old=too_old, broken=broken, lag=lag)

@@ -78,10 +78,10 @@ class Feed:
         return Plan()
 
     def _missing(self, chosen: Chosen) -> list[str]:
-        lost = [entry.head for entry in chosen.entries if not self._store.has(entry.head)]
+        lost = [entry.head for entry in chosen.entries if not self._store.complete(entry.head)]
         if lost:
             self._store.refresh()
-            lost = [head for head in lost if not self._store.has(head)]
+            lost = [head for head in lost if not self._store.complete(head)]
         return lost
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hpcrl.learner.policy import Policy
+from hpcrl.rollout.render import load_tokenizer
 from hpcrl.types import ConfigError
 from hpcrl.weights.load import Probe
 
@@ -31,10 +32,8 @@ def probe_rows(folder: Path, seed: int) -> tuple[Tensor, Tensor]:
 
     Raises ConfigError naming the folder whose tokenizer can't be loaded.
     """
-    from transformers import AutoTokenizer
-
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder)
+        tokenizer = load_tokenizer(folder)
         # Not verbose: the whole text may be longer than the model's context, its rows are not.
         text = tokenizer(TEXT, add_special_tokens=False, verbose=False)["input_ids"]
     except (OSError, ValueError, KeyError) as error:

@@ -210,7 +210,7 @@ class Learner:
         batches, counts = self._read(phase, plan)
         read = time.monotonic()
         totals = self.ranks.sum(
-            torch.tensor([counts.trained, counts.too_old, counts.broken], dtype=torch.float64)
+            torch.tensor([counts.trained, counts.too_old, counts.broken, counts.lag], dtype=torch.float64)
         ).tolist()
         denominator = max(totals[0], 1.0)
         self.optimizer.zero_grad(set_to_none=True)
@@ -226,13 +226,14 @@ class Learner:
         metrics["mismatch"] /= max(metrics["mismatch_tokens"], 1.0)
         if phase.objective == "sft":
             metrics = {name: metrics[name] for name in ("loss", "entropy")}
-        sampled = max(sum(totals), 1.0)
+        sampled = max(sum(totals[:3]), 1.0)
         return metrics | {
             "grad_norm": norm if math.isfinite(norm) else -1.0,
             "lr": lr,
             "reward": sum(plan.rewards) / len(plan.rewards),
             "trajectories": float(len(plan.heads)),
             "tokens": totals[0],
+            "lag": totals[3] / denominator,
             "masked_share": (totals[1] + totals[2]) / sampled,
             "broken_logprobs": totals[2],
             "skipped": float(self.skipped),
@@ -244,15 +245,15 @@ class Learner:
     def _read(self, phase: Phase, plan: Plan) -> tuple[list[MicroBatch], Counts]:
         mine = plan.cuts[self.ranks.rank]
         max_lag = None if phase.objective == "sft" else phase.max_lag
-        batches, trained, too_old, broken = [], 0, 0, 0
+        batches, found = [], []
         for rows in mine:
             sequences = read_rows(self._store, plan, rows, self.config.learner.collective_timeout_s)
             advantages = [plan.advantages[row] for row in rows]
             batch, counts = build(sequences, advantages, version=self.at.version, max_lag=max_lag)
             batches.append(batch)
-            trained, too_old = trained + counts.trained, too_old + counts.too_old
-            broken += counts.broken
-        return batches, Counts(trained=trained, too_old=too_old, broken=broken)
+            found.append(counts)
+        names = Counts.__slots__
+        return batches, Counts(**{name: sum(getattr(counts, name) for counts in found) for name in names})
 
     def _forward_backward(self, phase: Phase, batch: MicroBatch, denominator: float) -> torch.Tensor:
         """Add this micro-batch's gradient; what it adds to SUMS, float64 on the CPU."""

@@ -158,6 +158,7 @@ class Driver:
         self._reason = ""
         self._tasks: asyncio.TaskGroup
         self._failed_loads: list[str] = []
+        self._loads = {"count": 0, "max_mismatch": 0.0, "max_seconds": 0.0}  # of versions that were taken
         self._spawned: set[asyncio.Task[None]] = set()
         self._scored: list[Entry] = []  # for the ledger, written together: one sync, not one a group
         self._submitted: set[str] = set()  # trajectories that users asked for
@@ -270,9 +271,14 @@ class Driver:
         ok = bool(answer and answer["ok"])
         if answer is not None:
             logger.info("version %d on %s: %s", version, node, answer)
-            if not ok:
+            if ok:
+                self._loads["count"] += 1
+                for key in ("mismatch", "seconds"):
+                    self._loads[f"max_{key}"] = max(self._loads[f"max_{key}"], answer[key])
+            else:
                 self._failed_loads.append(f"version {version} on {node}: {answer['message']}")
-        self._handle(f.LoadDone(node=node, version=version, ok=ok))
+        refused = bool(answer and answer.get("refused"))
+        self._handle(f.LoadDone(node=node, version=version, ok=ok, refused=refused))
 
     def _receive(self, event: tuple[float, list[dict[str, Any]]]) -> None:
         self._receipts += len(event[1])
@@ -463,6 +469,7 @@ class Driver:
             "newest": flow.newest,
             "nodes": self._nodes,
             "restarts": dict(self._fleet.restarts),
+            "loads": self._loads,
             "refused": self._failed_loads,
             "metrics": dict(self._last.metrics) if self._last else {},
             "dashboard": getattr(self._scheduler.services.get("dashboard"), "port", None),

@@ -22,6 +22,7 @@ from hpcrl.types import Cause, Ended, Entry, Fault, Sampling, State, Task, Ticke
 
 # A restarted control waits this long for hosts to claim the trajectories that they still run.
 CLAIM_S = 10.0
+MAX_LOAD_FAILURES = 3  # of an engine at the same version, before that version is taken for the cause
 
 
 class Tasks(Protocol):
@@ -71,6 +72,7 @@ class LoadDone:
     node: str
     version: int
     ok: bool
+    refused: bool = False  # the version is not fit for this engine; else the engine failed, and may be asked again
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,7 +218,8 @@ class Node:
     ready: bool
     version: int
     loading: int = -1
-    refused: int = -1  # newest version whose check failed here
+    refused: frozenset[int] = frozenset()  # versions whose check failed here
+    failures: int = 0  # loads in a row in which the engine failed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -650,11 +653,12 @@ class Flow:
     # -- weights --
 
     def _load(self) -> list[Instruction]:
-        """Bring each engine to the version that is wanted: an evaluation's, else the newest."""
-        target = self.evaluating[1] if self.evaluating else self.newest
+        """Bring each engine to the version that is wanted: an evaluation's, else the newest, else the last good one."""
+        wanted = self.evaluating[1] if self.evaluating else self.newest
         out: list[Instruction] = []
         for name, node in self.nodes.items():
-            if node.ready and node.loading < 0 and 0 <= target != node.version and target != node.refused:
+            target = self.promoted if wanted in node.refused else wanted
+            if node.ready and node.loading < 0 and 0 <= target != node.version and target not in node.refused:
                 node.loading = target
                 out.append(Load(node=name, version=target))
         return out
@@ -665,9 +669,12 @@ class Flow:
             return []
         node.loading = -1
         if not event.ok:
-            node.refused = event.version
+            node.failures += 1
+            if event.refused or node.failures >= MAX_LOAD_FAILURES:
+                node.refused |= {event.version}
+                node.failures = 0
             return []
-        node.version = event.version
+        node.version, node.failures = event.version, 0
         if event.version > self.promoted:
             self.promoted = event.version
             return [Promote(version=event.version)]

@@ -212,7 +212,7 @@ async def host(paths: RunPaths, config: Config, node: str, index: int, number: i
         engines = [
             VllmEngine(
                 engine_folder(folder, k) / SOCKET, stop_ids=renderer.stop_ids, max_model_len=pool.max_model_len,
-                name=f"engine {node}-{k}",
+                name=f"engine {node}-{k}", seeds=pool.gpus > 0,
             )
             for k in range(pool.engines)
         ]  # fmt: skip

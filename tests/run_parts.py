@@ -157,7 +157,7 @@ def running(*words: object, run: Path) -> Iterator[Running]:
 
 
 def processes_of(run: Path) -> list[psutil.Process]:
-    """Every living process that a run started: it names the run folder, or the run's private folder, or is below one."""
+    """Every living process that a run started: it names the run folder or its private folder, or is below one."""
     marks = [str(run.resolve())]
     with contextlib.suppress(Exception):
         marks.append(str(RunPaths.of(run).private()))

@@ -64,7 +64,7 @@ def test_byte_order_mark_and_crlf_are_read(tmp_path: Path) -> None:
 
 
 def test_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="none.toml: no such config file"):
+    with pytest.raises(ConfigError, match=r"none\.toml: no such config file"):
         config.load(tmp_path / "none.toml")
 
 

@@ -154,14 +154,36 @@ def test_a_restarted_control_lets_hosts_claim_what_they_still_run() -> None:
     assert late == {tickets[1].trajectory: 2, tickets[2].trajectory: 2}
 
 
+def loads(instructions: list[f.Instruction]) -> list[int]:
+    return [row.version for row in instructions if isinstance(row, f.Load)]
+
+
 def test_a_version_that_an_engine_refused_is_not_tried_on_it_again() -> None:
     flow = make(settings(phase=PHASES[1:], evaluation={"tasks": 0}))
     joined(flow)
     flow.handle(f.EngineChanged(node="n", ready=True, version=0), 0.0)
-    assert f.Load(node="n", version=3) in flow.handle(f.Published(version=3), 0.0)
-    assert not [i for i in flow.handle(f.LoadDone(node="n", version=3, ok=False), 0.0) if isinstance(i, f.Load)]
-    assert f.Load(node="n", version=4) in flow.handle(f.Published(version=4), 0.0)
+    assert loads(flow.handle(f.Published(version=2), 0.0)) == [2]
+    flow.handle(f.LoadDone(node="n", version=2, ok=True), 0.0)
+    assert loads(flow.handle(f.Published(version=3), 0.0)) == [3]
+    assert not loads(flow.handle(f.LoadDone(node="n", version=3, ok=False, refused=True), 0.0))
+    # Restarted from the base model meanwhile, it gets the last good version, not the refused one.
+    flow.handle(f.EngineChanged(node="n", ready=False, version=2), 0.0)
+    assert loads(flow.handle(f.EngineChanged(node="n", ready=True, version=0), 0.0)) == [2]
+    flow.handle(f.LoadDone(node="n", version=2, ok=True), 0.0)
+    assert loads(flow.handle(f.Published(version=4), 0.0)) == [4]
     assert f.Promote(version=4) in flow.handle(f.LoadDone(node="n", version=4, ok=True), 0.0)
+
+
+def test_an_engine_that_fails_in_loading_is_asked_again() -> None:
+    flow = make(settings(phase=PHASES[1:], evaluation={"tasks": 0}))
+    joined(flow)
+    flow.handle(f.EngineChanged(node="n", ready=True, version=0), 0.0)
+    assert loads(flow.handle(f.Published(version=1), 0.0)) == [1]
+    for _ in range(f.MAX_LOAD_FAILURES - 1):
+        flow.nodes["n"].ready = False
+        assert not loads(flow.handle(f.LoadDone(node="n", version=1, ok=False), 0.0))
+        assert loads(flow.handle(f.EngineChanged(node="n", ready=True, version=0), 0.0)) == [1]
+    assert not loads(flow.handle(f.LoadDone(node="n", version=1, ok=False), 0.0)), "then the version is to blame"
 
 
 def _ledger(instructions: list[f.Instruction]) -> list[Any]:

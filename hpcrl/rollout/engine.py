@@ -54,11 +54,22 @@ class ContextTooLong(EngineError):
 class VllmEngine:
     """Implements types.Engine. One per process and engine, shared by all its trajectories; bound to its event loop."""
 
-    def __init__(self, socket: Path, *, stop_ids: Sequence[int], max_model_len: int, name: str = "engine") -> None:
+    def __init__(
+        self,
+        socket: Path,
+        *,
+        stop_ids: Sequence[int],
+        max_model_len: int,
+        name: str = "engine",
+        seeds: bool = False,
+    ) -> None:
         """stop_ids: tokens that end a generation (and are its last id), as Renderer.stop_ids.
 
-        max_model_len: of the server; a longer context is refused here. name: the `where` of its faults.
+        max_model_len: of the server; a longer context is refused here. name: the `where` of its faults. seeds: pass
+        `Sampling.seed` on. Not to a CPU engine: one of vLLM 0.32 dies when a seeded request in flight is computed again
+        after an update ("CPU Generator does not use offset", gpu_model_runner's _bookkeeping_sync).
         """
+        self._seeds = seeds
         self.socket = socket
         self._stop_ids = list(stop_ids)
         self._max_model_len = max_model_len
@@ -88,7 +99,7 @@ class VllmEngine:
             "stop_token_ids": self._stop_ids,
             "ignore_eos": True,  # the only stops are ours
             "detokenize": False,
-            "seed": sampling.seed,
+            "seed": sampling.seed if self._seeds else None,
         }
         began = time.monotonic()
         answer = await self._ask(ids, parameters, request)

@@ -92,17 +92,25 @@ class EngineSlot:
             await self.client.load(version, self._paths.version(version))
             mismatch = await self.client.probe(self._paths.version(version))
         except StoreError as error:  # refused before anything changed
-            return {"ok": False, "message": str(error)}
+            return {"ok": False, "refused": True, "message": str(error)}
         except (EngineFault, EngineError) as error:
             self.ready = False  # half-loaded: only a restart makes it trustworthy again
             await self.process.stop()
-            return {"ok": False, "message": str(error)}
+            return {"ok": False, "refused": False, "message": str(error)}
         if not mismatch <= self._tolerance:
             message = f"mean |Δlogprob| on the probe is {mismatch:.3g}, at most {self._tolerance:g} is allowed"
-            await self.client.load(old, self._paths.version(old))
-            return {"ok": False, "message": message}
+            await self._bring_back(old)
+            return {"ok": False, "refused": True, "message": message}
         self.version, self.mismatch = version, mismatch
         return {"ok": True, "message": "", "mismatch": mismatch, "seconds": time.monotonic() - began}
+
+    async def _bring_back(self, version: int) -> None:
+        try:
+            await self.client.load(version, self._paths.version(version))
+        except (StoreError, EngineFault, EngineError) as error:
+            logger.warning("%s: version %d did not come back either: %s", self.process.name, version, error)
+            self.ready = False
+            await self.process.stop()
 
 
 class Supervisor:

@@ -151,8 +151,7 @@ class Driver:
         self._nodes: dict[str, dict[str, Any]] = {}  # node -> its supervisor's last word
         self._stats: dict[str, dict[str, Any]] = {}  # host address -> its last figures
         self._last = next((row for row in reversed(rows) if row.trajectories), None)
-        self._rates: deque[tuple[float, float, float]] = deque(maxlen=20)
-        self._began, self._began_updates = time.monotonic(), sum(self.flow.updates.values())
+        self._rates: deque[tuple[float, float, float, int]] = deque(maxlen=30)  # time, tokens, busy s, updates
         self._receipts = 0
         self._outcome = asyncio.Event()
         self._reason = ""
@@ -433,12 +432,12 @@ class Driver:
         tokens = sum(row["tokens"] for row in stats)
         busy = sum(row["busy_s"] for row in stats) / max(1, len(stats))
         now = time.monotonic()
-        self._rates.append((now, tokens, busy))
+        self._rates.append((now, tokens, busy, done))
         first = self._rates[0]
         span = max(1e-9, now - first[0])
         fresh = len(self._rates) > 1
         phase = flow.phase
-        rate = (done - self._began_updates) / max(1e-9, now - self._began)
+        rate = (done - first[3]) / span  # of late: phases differ
         return {
             "state": "running",
             "phase": phase.name if phase else "",

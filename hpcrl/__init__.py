@@ -6,12 +6,12 @@ __version__ = "0.1.0"
 __all__ = ["Run", "__version__"]
 
 if TYPE_CHECKING:
-    from hpcrl.driver import Run
+    from hpcrl.run import Run
 
 
 def __getattr__(name: str) -> Any:
-    if name == "Run":  # on demand: it brings Dask along
-        from hpcrl.driver import Run
+    if name == "Run":  # on demand: `import hpcrl` stays light
+        from hpcrl.run import Run
 
         return Run
     raise AttributeError(name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -25,7 +26,7 @@ HELP = """Train LLM agents with reinforcement learning on Slurm clusters.
 A run is a folder: `train` makes one, `stop` and `resume` end and continue it, `status` and `watch` look at it.
 """
 WATCH_S = 0.5
-STOP_S = 90.0
+STOP_S = 600.0  # that `hpcrl stop` waits for a control that winds down
 RESERVE_BYTES = 4 << 20  # kept aside in the run folder, so that a full disk can still be reported
 
 app = typer.Typer(help=HELP, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -98,13 +99,13 @@ def resume(run: RunFolder, sets: Sets = None) -> None:
     running = launch.newest(paths, "control")
     if running is not None and running.alive:
         raise ConfigError(f"{run}: is running (job {running.id}); watch it with `hpcrl watch {run}`")
-    check(settings)
-    if settings != old:
-        publish(paths.config, config.dump(settings))
     stopped = read_json(paths.stopped)
     if stopped and stopped["outcome"] == "done":
         print(f"{run}: is done; nothing to resume")
         return
+    check(settings)
+    if settings != old:
+        publish(paths.config, config.dump(settings))
     paths.stopped.unlink(missing_ok=True)
     reserve(paths)
     sys.exit(watch_to_end(paths, settings))
@@ -120,6 +121,8 @@ def stop(run: RunFolder) -> None:
         until = time.monotonic() + STOP_S
         while control.alive and time.monotonic() < until:
             time.sleep(0.2)
+    if control is not None and control.alive and read_json(paths.stopped) is None:
+        publish_json(paths.stopped, {"outcome": "stopped", "wall": time.time()})  # it hangs: not to be started again
     left = end_jobs(paths)
     print(f"{run}: stopped" + (f" ({left} jobs had to be ended by hand)" if left else ""))
 
@@ -268,13 +271,19 @@ def store_verify(run: RunFolder, as_json: AsJson = False) -> None:
 
 def check(settings: Config) -> None:
     """Refuse at once what would fail later: devices, ports, environment, isolation."""
-    from hpcrl.roles import free_port
+    from hpcrl.roles import free_ports, ports_needed
     from hpcrl.rollout.environments import load_family
 
     launch.check_devices(settings)
-    low, high = (int(part) for part in settings.launch.ports.split("-"))
-    free_port(low, high)
-    load_family(settings.environment.name, settings.environment.options)
+    free, needed = free_ports(settings), ports_needed(settings)
+    if free < needed:
+        ports = settings.launch.ports
+        raise ConfigError(f"launch.ports: {free} free ports in {ports}, this run needs {needed}; give a wider range")
+    family = load_family(settings.environment.name, settings.environment.options)
+    wanted = settings.evaluation.tasks
+    found = sum(1 for _ in itertools.islice(family.tasks("heldout", 0), wanted))
+    if found < wanted:
+        raise ConfigError(f"evaluation.tasks: {wanted} wanted, environment {family.name!r} has {found} held-out tasks")
     if any(pool.jobs for pool in settings.sandbox):
         from hpcrl.sandbox.backend import find_backend
 
@@ -286,6 +295,13 @@ def make_run(folder: Path, settings: Config) -> RunPaths:
     from hpcrl.learner.models import ensure_model
 
     paths = RunPaths(folder.expanduser().resolve())
+    try:
+        paths.root.parent.mkdir(parents=True, exist_ok=True)
+        paths.root.mkdir()
+    except FileExistsError as error:
+        raise ConfigError(f"{folder}: another run has just made this folder") from error
+    except OSError as error:
+        raise ConfigError(f"{folder}: can't be made: {error.strerror or error}") from error
     try:
         paths.make()
         publish(paths.config, config.dump(settings))
@@ -345,6 +361,7 @@ def watch_to_end(paths: RunPaths, settings: Config) -> int:
                 view.say(f"control (job {job.id}) died; starting it again ({restarts} of {settings.launch.restarts})")
                 job = launch.submit(paths, "control")
     end_jobs(paths)
+    shutil.rmtree(paths.private(), ignore_errors=True)
     outcome = (read_json(paths.stopped) or {"outcome": "failed: control died; see logs/submitit/control-0"})["outcome"]
     print_summary(paths)
     state, _, reason = outcome.partition(": ")

@@ -85,10 +85,9 @@ class Phase(Table):
 
 
 class Evaluation(Table):
-    """Held-out success at the start, after each phase, and every `every` updates of RL."""
+    """Held-out success at the start and after each phase."""
 
     tasks: Count = 400
-    every: Count = 0
     temperature: PositiveNumber = 1.0
 
 
@@ -145,7 +144,6 @@ class Store(Table):
     commit_interval_s: Number = 0.02  # the least time between two syncs
     compact_every_s: PositiveNumber = 300.0
     poll_s: PositiveNumber = 5.0  # between two looks at files that another node writes
-    durability: Literal["shared", "local"] = "shared"
 
 
 class Launch(Table):
@@ -158,10 +156,16 @@ class Launch(Table):
 
     @model_validator(mode="after")
     def _ports(self) -> Launch:
-        low, high = (int(part) for part in self.ports.split("-"))
+        low, high = self.port_range
         if not 1024 <= low < high <= 65535:
             raise ValueError(f"ports must be LOW-HIGH within 1024-65535, found {self.ports}")
         return self
+
+    @property
+    def port_range(self) -> tuple[int, int]:
+        """Lowest and highest, both included."""
+        low, _, high = self.ports.partition("-")
+        return int(low), int(high)
 
 
 class Retries(Table):
@@ -209,8 +213,9 @@ class Config(Table):
         return next(phase for phase in self.phase if phase.name == name)
 
 
-# Keys that a resume may change: everything about size and pace. The rest defines the run.
+# Tables that a resume may change: all about size and pace. The rest defines the run, and so do these keys within.
 LIVE_KEYS = ("rollout", "sandbox", "store", "launch", "retries", "learner", "evaluation")
+FIXED_WITHIN = {"learner": ("grad_clip", "betas", "weight_decay")}
 
 
 def load(path: Path, sets: Iterable[str] = ()) -> Config:
@@ -239,9 +244,12 @@ def dump(config: Config) -> str:
 def check_resume(old: Config, new: Config) -> None:
     """Raise ConfigError when `new` changes what defines the run, naming the key and both values."""
     before, after = old.model_dump(mode="json"), new.model_dump(mode="json")
+    for key, keys in FIXED_WITHIN.items():
+        for tree in (before, after):
+            tree[f"{key} "] = {name: tree[key][name] for name in keys}
     for key in before:
         if key not in LIVE_KEYS and before[key] != after[key]:
-            name, was, now = _difference(key, before[key], after[key])
+            name, was, now = _difference(key.strip(), before[key], after[key])
             raise ConfigError(f"{name} is fixed for this run: it was {was!r}, now {now!r}; start a new run for that")
 
 

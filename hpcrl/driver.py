@@ -8,13 +8,14 @@ control/inbox (commands) --------------+
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import shutil
 import subprocess
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -29,8 +30,7 @@ from hpcrl.observe.summary import plot
 from hpcrl.rollout.loop import DISK, ended_of
 from hpcrl.store.index import Store
 from hpcrl.store.ledger import LedgerWriter, ProgressReader, UpdateRow, entries, lineage
-from hpcrl.store.records import Kind
-from hpcrl.types import Ended, Entry, EnvironmentFamily, State, Task
+from hpcrl.types import Ended, Entry, EnvironmentFamily, HpcrlError, State, StoreError, Task
 from hpcrl.workers import TOPIC, run_ticket
 
 logger = logging.getLogger(__name__)
@@ -38,6 +38,7 @@ logger = logging.getLogger(__name__)
 TICK_S = 0.25
 PROBE_S = 1.0  # between two looks at a node's engines
 END_GRACE_S = 30.0
+CALL_S, LOAD_S = 30.0, 900.0  # for an answer; for one to a load
 LEAST_FREE_BYTES = 1 << 20  # with less than that in the run folder's filesystem a run ends itself
 
 
@@ -93,9 +94,26 @@ def restore(paths: RunPaths, config: Config, store: Store, rows: Sequence[Update
             versions[row.phase] = row.version
     ledgered: Counter[str] = Counter()
     groups_done = set()
+    members: Counter[str] = Counter()
+    units: dict[str, tuple[int, int]] = {}
+    seen: set[str] = set()
     for _, entry in entries(paths):
+        if entry.trajectory in seen:
+            continue
+        seen.add(entry.trajectory)
         ledgered[entry.phase] += 1
-        groups_done.add(entry.group)
+        steps, tokens = units.get(entry.phase, (0, 0))
+        units[entry.phase] = (steps + entry.num_steps, tokens + entry.num_sampled)
+        members[entry.group] += 1
+        if members[entry.group] == entry.group_size:  # else its line was torn off; it is written again
+            groups_done.add(entry.group)
+    evaluations = {}
+    for path in paths.evals.glob("*.json"):
+        row_ = read_json(path)
+        if row_ is not None:
+            evaluations[path.stem] = f.EvaluationResult(**row_)
+    evaluations = dict(sorted(evaluations.items(), key=lambda item: item[1].version))
+    counted: Counter[str] = Counter()
     ended: dict[str, Ended] = {}
     attempts: dict[str, int] = {}
     num_groups: dict[str, int] = {}
@@ -105,22 +123,19 @@ def restore(paths: RunPaths, config: Config, store: Store, rows: Sequence[Update
         for prefix, name in prefixes.items():
             if label.startswith(prefix):
                 num_groups[name] = max(num_groups.get(name, 0), int(label.removeprefix(prefix)) + 1)
-        if info.group in groups_done:
+        evaluated = info.kind == "eval" and info.phase in evaluations
+        if info.status == State.CANCELLED or info.group in groups_done or evaluated:
+            counted[info.status] += 1
             continue
         if info.status == "open":
             attempts[info.trajectory] = info.attempt
-        elif info.status != State.CANCELLED:
+        else:
             ended[info.trajectory] = ended_of(store.record(info.head))
     published = [int(path.parent.name[1:]) for path in paths.weights.glob("v*/manifest.json")]
-    evaluations = {}
-    for path in paths.evals.glob("*.json"):
-        row_ = read_json(path)
-        if row_ is not None:
-            evaluations[path.stem] = f.EvaluationResult(**row_)
     return f.Restored(
         ledgered=ledgered, trained=trained, updates=updates, versions=versions, newest=max(published, default=-1),
         groups_done=frozenset(groups_done), ended=ended, attempts=attempts, num_groups=num_groups,
-        evaluations=evaluations,
+        evaluations=evaluations, units=units, counted=counted,
     )  # fmt: skip
 
 
@@ -145,7 +160,10 @@ class Driver:
         restored = restore(paths, config, self._store, rows)
         self.flow = f.Flow(config, self._stream, restored, incarnation=ledger.incarnation, now=time.monotonic())
         self._trained = Counter(restored.trained)
+        learnt = any(row.done for row in rows)
         self._fleet = Fleet(paths, config)
+        if learnt:
+            self._fleet.done.add("learner")
         self._arrivals: asyncio.Queue[tuple[str, str]] = asyncio.Queue()
         self._roles: dict[str, dict[str, Any]] = {}  # worker address -> what it said of itself
         self._nodes: dict[str, dict[str, Any]] = {}  # node -> its supervisor's last word
@@ -165,6 +183,8 @@ class Driver:
     async def run(self) -> str:
         """Until the run is over; returns the outcome: "done", "stopped", "failed: why" or "full: where"."""
         self._scheduler.add_plugin(Arrivals(self._arrivals), name="hpcrl")
+        for worker in self._scheduler.workers:  # that were quicker than the plugin
+            self._arrivals.put_nowait(("joined", worker))
         self._client.subscribe_topic(TOPIC, self._receive)  # before anything is submitted: late ones get no past events
         try:
             await self._until_over()
@@ -210,9 +230,7 @@ class Driver:
             case f.Start(ticket=ticket, host=host):
                 self._spawn(self._attach(ticket, host))
             case f.Abandon():
-                arguments = {
-                    "trajectory": instruction.trajectory, "attempt": instruction.attempt, "cancelled": True
-                }  # fmt: skip
+                arguments = {name: getattr(instruction, name) for name in ("trajectory", "attempt", "cancelled")}
                 self._spawn(self._call(instruction.host, "abandon", **arguments))
             case f.WriteLedger(entries=rows):
                 self._scored += rows
@@ -238,8 +256,9 @@ class Driver:
             )
             row = await future
         except asyncio.CancelledError:
-            if self._outcome.is_set():
-                raise
+            me = asyncio.current_task()
+            if me is not None and me.cancelling():
+                raise  # we are to end; else it is Dask's task that was cancelled
             self._lost(ticket, "its Dask task was cancelled")
         except Exception as error:
             self._lost(ticket, f"{type(error).__name__}: {error}")
@@ -254,11 +273,13 @@ class Driver:
         self._handle(f.AttemptLost(trajectory=ticket.trajectory, attempt=ticket.attempt, message=message))
 
     async def _call(self, worker: str, method: str, /, **arguments: Any) -> Any:
-        """A call to a host or sandbox node, directly. None when it can't be reached."""
+        """A call to a host or sandbox node, directly. None when it doesn't answer in time."""
+        limit_s = LOAD_S if arguments.get("method") == "load" else CALL_S
         try:
-            return await self._scheduler.rpc(worker).hpcrl(method=method, arguments=arguments)
+            async with asyncio.timeout(limit_s):
+                return await self._scheduler.rpc(worker).hpcrl(method=method, arguments=arguments)
         except (TimeoutError, OSError) as error:
-            logger.info("%s of %s: %s", method, worker, error)
+            logger.info("%s of %s: %s: %s", method, worker, type(error).__name__, error)
             return None
 
     async def _load(self, node: str, version: int) -> None:
@@ -277,7 +298,8 @@ class Driver:
             else:
                 self._failed_loads.append(f"version {version} on {node}: {answer['message']}")
         refused = bool(answer and answer.get("refused"))
-        self._handle(f.LoadDone(node=node, version=version, ok=ok, refused=refused))
+        reached = answer is not None
+        self._handle(f.LoadDone(node=node, version=version, ok=ok, refused=refused, reached=reached))
 
     def _receive(self, event: tuple[float, list[dict[str, Any]]]) -> None:
         self._receipts += len(event[1])
@@ -287,37 +309,42 @@ class Driver:
     async def _watch_workers(self) -> None:
         while True:
             what, worker = await self._arrivals.get()
-            if what == "left":
-                role = self._roles.pop(worker, {})
-                self._stats.pop(worker, None)
-                if role.get("role") == "host":
-                    self._handle(f.HostLeft(host=worker))
-                elif role.get("role") == "sandbox":
-                    self._handle(f.SandboxLeft(sandbox=role["address"]))
+            if what == "joined":
+                self._spawn(self._joined(worker))
                 continue
-            role = await self._call(worker, "describe", incarnation=self._ledger.incarnation)
-            if role is None:
-                continue
-            self._roles[worker] = role
-            if role["role"] == "sandbox":
-                self._handle(f.SandboxJoined(sandbox=role["address"], capacity=role["capacity"]))
-            else:
-                await self._look_at(worker, role["node"])
-                held = [(trajectory, attempt) for trajectory, attempt in role["held"]]
-                self._handle(
-                    f.HostJoined(host=worker, node=role["node"], capacity=role["capacity"], held=held)
-                )  # fmt: skip
+            role = self._roles.pop(worker, {})
+            self._stats.pop(worker, None)
+            if role.get("role") == "host":
+                self._handle(f.HostLeft(host=worker))
+            elif role.get("role") == "sandbox":
+                self._handle(f.SandboxLeft(sandbox=role["address"]))
+
+    async def _joined(self, worker: str) -> None:
+        role = await self._call(worker, "describe", incarnation=self._ledger.incarnation)
+        if role is None or worker not in self._scheduler.workers:
+            return
+        self._roles[worker] = role
+        if role["role"] == "sandbox":
+            self._handle(f.SandboxJoined(sandbox=role["address"], capacity=role["capacity"]))
+            return
+        await self._look_at(worker, role["node"])
+        held = [(trajectory, attempt) for trajectory, attempt in role["held"]]
+        if worker in self._roles:
+            self._handle(f.HostJoined(host=worker, node=role["node"], capacity=role["capacity"], held=held))
 
     async def _watch_nodes(self) -> None:
         while True:
             await asyncio.sleep(PROBE_S)
-            hosts = {role["node"]: worker for worker, role in self._roles.items() if role["role"] == "host"}
-            for node, worker in hosts.items():
-                await self._look_at(worker, node)
-            for worker in [worker for worker, role in self._roles.items() if role["role"] == "host"]:
-                stats = await self._call(worker, "stats")
-                if stats is not None:
-                    self._stats[worker] = stats
+            await asyncio.gather(*(self._probe(worker) for worker in self._hosts()))
+
+    def _hosts(self) -> list[str]:
+        return [worker for worker, role in self._roles.items() if role["role"] == "host"]
+
+    async def _probe(self, worker: str) -> None:
+        await self._look_at(worker, self._roles[worker]["node"])
+        stats = await self._call(worker, "stats")
+        if stats is not None and worker in self._roles:
+            self._stats[worker] = stats
 
     async def _look_at(self, worker: str, node: str) -> None:
         row = await self._call(worker, "supervisor", method="status")
@@ -330,30 +357,38 @@ class Driver:
 
     async def _watch_files(self) -> None:
         while True:
-            for row in self._progress.read():
-                self._updated(row)
+            self._read_progress()
             for path in sorted(self._paths.inbox.glob("*.json")):
                 self._command(path)
             await asyncio.sleep(self._config.store.poll_s)
 
+    def _read_progress(self) -> None:
+        for row in self._progress.read():
+            self._updated(row)
+
     def _command(self, path: Path) -> None:
         """Take a command that a login node left. A submitted task's file stays until its trajectory has ended."""
-        row = read_json(path) or {}
-        match row.get("command"):
-            case "submit":
-                trajectory = row["trajectory"]
-                if trajectory not in self._submitted:
-                    self._submitted.add(trajectory)
-                    self._handle(f.Submitted(trajectory=trajectory, task=Task(**row["task"])))
-                elif trajectory not in self.flow.open:
-                    self._submitted.discard(trajectory)
+        try:
+            row = read_json(path) or {}
+            match row.get("command"):
+                case "submit":
+                    self._submit(path, row["trajectory"], Task(**row["task"]))
+                case "stop":
                     path.unlink()
-            case "stop":
-                path.unlink()
-                self._handle(f.StopAsked(reason="stopped"))
-            case other:
-                logger.warning("%s: unknown command %r", path, other)
-                path.rename(path.with_suffix(".refused"))
+                    self._handle(f.StopAsked(reason="stopped"))
+                case other:
+                    raise ValueError(f"unknown command {other!r}")
+        except (StoreError, ValueError, KeyError, TypeError) as error:
+            logger.warning("%s: refused: %s", path, error)
+            path.rename(path.with_suffix(".refused"))
+
+    def _submit(self, path: Path, trajectory: str, task: Task) -> None:
+        if trajectory not in self._submitted:
+            self._submitted.add(trajectory)
+            self._handle(f.Submitted(trajectory=trajectory, task=task))
+        elif trajectory not in self.flow.open:
+            self._submitted.discard(trajectory)
+            path.unlink()
 
     def _updated(self, row: UpdateRow) -> None:
         if row.version >= 0:
@@ -378,7 +413,11 @@ class Driver:
 
     async def _watch_fleet(self) -> None:
         while True:
-            reason = await self._fleet.ensure()
+            self._read_progress()  # first: a learner that is done has ended, not died
+            try:
+                reason = await self._fleet.ensure()
+            except HpcrlError as error:
+                reason = str(error)
             if reason:
                 self._handle(f.StopAsked(reason=f"failed: {reason}"))
             await asyncio.sleep(1.0)
@@ -482,17 +521,18 @@ class Driver:
         """End all roles in order: learner told by the ledger, loops parked, engines, sandboxes; then seal the store."""
         if self._reason.startswith("full"):
             self._paths.reserve.unlink(missing_ok=True)
-        self._write_ledger()
+        with contextlib.suppress(OSError):  # what it loses, a resume finds in the store
+            self._write_ledger()
         if self._reason != "done":
-            self._ledger.stop(self._reason)
-        hosts = [worker for worker, role in self._roles.items() if role["role"] == "host"]
+            self._tell_learner_to_stop()
+        hosts = self._hosts()
         await asyncio.gather(*(self._call(worker, "park") for worker in hosts))
         by_node = {self._roles[worker]["node"]: worker for worker in hosts}
         await asyncio.gather(*(self._call(worker, "supervisor", method="stop") for worker in by_node.values()))
         nodes = [worker for worker, role in self._roles.items() if role["role"] == "sandbox"]
         await asyncio.gather(*(self._call(worker, "stop") for worker in nodes))
         self._stats.clear()
-        await self._fleet.stop(END_GRACE_S)
+        await self._fleet.stop(self._grace_s())
         await self._compact_once()
         curve = [
             {"update": row.update, "phase": row.phase, "reward": row.metrics.get("reward", 0.0)}
@@ -501,50 +541,27 @@ class Driver:
         ]
         evaluations = {name: asdict(result) for name, result in self.flow.evaluations.items()}
         if curve:
-            plot(curve, evaluations, self._paths.plot)
+            try:
+                plot(curve, evaluations, self._paths.plot)
+            except Exception as error:  # a picture is not worth the end of a run
+                logger.warning("no reward curve: %s: %s", type(error).__name__, error)
         final = self.status() | {"state": self._reason.partition(":")[0], "reason": self._reason}
         publish_json(self._paths.heartbeat, final)
         publish_json(self._paths.stopped, {"outcome": self._reason, "wall": time.time()})
 
+    def _tell_learner_to_stop(self) -> None:
+        """By the ledger; by another incarnation's where this one's file failed. It is also asked by SIGTERM, later."""
+        for _ in range(2):
+            try:
+                self._ledger.stop(self._reason)
+                return
+            except OSError as error:
+                logger.warning("the ledger takes no stop: %s", error)
+                with contextlib.suppress(OSError):
+                    self._ledger = LedgerWriter(self._paths)
 
-class Run:
-    """A run folder in Python: submit tasks to a running run, follow a trajectory's receipts."""
-
-    def __init__(self, paths: RunPaths) -> None:
-        self._paths = paths
-
-    @classmethod
-    def open(cls, run: str) -> Run:
-        """Raises StoreError when `run` is no run folder."""
-        return cls(RunPaths.of(run))
-
-    def submit(self, task: Task) -> str:
-        """Ask the run to try `task` beside its training (the ledger never sees it); returns the trajectory's id.
-
-        The request is a file in the run folder, kept until the trajectory has ended, so no restart loses it.
-        """
-        trajectory = f"{task.id}.u{time.time_ns()}.0"
-        row = {
-            "command": "submit",
-            "trajectory": trajectory,
-            "task": {"environment": task.environment, "payload": dict(task.payload), "kind": task.kind},
-        }
-        publish_json(self._paths.inbox / f"{trajectory}.json", row)
-        return trajectory
-
-    async def steps(self, trajectory: str, *, poll_s: float = 0.5) -> AsyncIterator[Any]:
-        """Each durable record's receipt, in chain order, from the first on, until the trajectory has ended.
-
-        Reads the log, which is the truth: a control that was restarted meanwhile loses none.
-        """
-        store = Store(self._paths, open_segments=True)
-        seen: set[str] = set()
-        while True:
-            store.refresh()
-            for receipt in store.receipts(trajectory):
-                if receipt.hash not in seen:
-                    seen.add(receipt.hash)
-                    yield receipt
-                    if receipt.kind == Kind.END.name:
-                        return
-            await asyncio.sleep(poll_s)
+    def _grace_s(self) -> float:
+        """For jobs to end by themselves: the learner looks for a stop between two updates, and these may be long."""
+        metrics = self._last.metrics if self._last else {}
+        spent = sum(metrics.get(f"{part}_s", 0.0) for part in ("read", "forward_backward", "step", "publish"))
+        return max(END_GRACE_S, 2 * spent)

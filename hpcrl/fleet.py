@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import signal
 import time
@@ -11,6 +12,7 @@ from collections import Counter
 from hpcrl.config import Config
 from hpcrl.launch import Job, Role, newest, record, submit_async
 from hpcrl.layout import RunPaths
+from hpcrl.types import HpcrlError
 
 logger = logging.getLogger(__name__)
 
@@ -31,10 +33,11 @@ class Fleet:
         for role, count in counts:
             for index in range(count):
                 self.wanted[role, index] = newest(paths, role, index)
-        self.deaths: Counter[Role] = Counter()  # since the last update
+        self.deaths: Counter[tuple[Role, int]] = Counter()  # since the last update
         self.restarts: Counter[Role] = Counter()  # in all
         self.done: set[Role] = set()  # roles whose work is over: not replaced
         self._not_before: dict[tuple[Role, int], float] = {}
+        self._submitting: asyncio.Task[Job] | None = None
 
     def updated(self) -> None:
         """The learner made an update: the run moves, so earlier deaths are forgiven."""
@@ -50,15 +53,19 @@ class Fleet:
             if role in self.done or (job is not None and job.alive) or now < self._not_before.get((role, index), 0):
                 continue
             if job is not None and (role, index) in self._not_before:  # one of ours
-                self.deaths[role] += 1
+                self.deaths[role, index] += 1
                 self.restarts[role] += 1
                 record(self._paths, "ended", role=role, index=index, id=job.id, wall=time.time(), why="died")
                 logger.warning("job %s of %s-%d died; starting another", job.id, role, index)
-                if self.deaths[role] > self._config.launch.restarts:
+                if self.deaths[role, index] > self._config.launch.restarts:
                     log = self._paths.submitit / f"{role}-{index}"
-                    return f"{role}-{index} died {self.deaths[role]} times without an update in between: see {log}"
-            self.wanted[role, index] = await submit_async(self._paths, role, index)
-            self._not_before[role, index] = now + min(1.0 * 2 ** self.deaths[role], 30.0) if self.deaths[role] else now
+                    return (
+                        f"{role}-{index} died {self.deaths[role, index]} times without an update in between: see {log}"
+                    )
+            self._submitting = asyncio.create_task(submit_async(self._paths, role, index))
+            self.wanted[role, index] = await asyncio.shield(self._submitting)
+            deaths = self.deaths[role, index]
+            self._not_before[role, index] = now + min(2.0 ** (deaths - 1), 30.0) if deaths else now
         return None
 
     def _lost_a_rank(self, job: Job) -> bool:
@@ -68,8 +75,13 @@ class Fleet:
 
     async def stop(self, grace_s: float) -> None:
         """Wait for every job to end by itself; then ask by SIGTERM; then end it."""
+        if self._submitting is not None:  # one may be on its way
+            with contextlib.suppress(HpcrlError):
+                job = await self._submitting
+                self.wanted[job.role, job.index] = job
+        living = [job for job in self.wanted.values() if job is not None and job.alive]
         for step, wait_s in ((None, grace_s), (signal.SIGTERM, grace_s), (signal.SIGKILL, 5.0)):
-            alive = [job for job in self.wanted.values() if job is not None and job.alive]
+            alive = [job for job in living if job.alive]
             for job in alive:
                 if step is signal.SIGKILL:
                     logger.warning("job %s of %s-%d did not end: killed", job.id, job.role, job.index)
@@ -80,14 +92,5 @@ class Fleet:
                 if not any(job.alive for job in alive):
                     break
                 await asyncio.sleep(0.1)
-        for known in self.wanted.values():
-            if known is not None:
-                record(
-                    self._paths,
-                    "ended",
-                    role=known.role,
-                    index=known.index,
-                    id=known.id,
-                    wall=time.time(),
-                    why="stopped",
-                )
+        for job in living:
+            record(self._paths, "ended", role=job.role, index=job.index, id=job.id, wall=time.time(), why="stopped")

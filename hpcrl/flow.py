@@ -12,6 +12,7 @@ carries out the instructions; a restarted control builds the same state again fr
 from __future__ import annotations
 
 import hashlib
+import math
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -73,6 +74,7 @@ class LoadDone:
     version: int
     ok: bool
     refused: bool = False  # the version is not fit for this engine; else the engine failed, and may be asked again
+    reached: bool = True  # False: nobody answered, so nothing is known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,11 +141,12 @@ class Start:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Abandon:
-    """The loop of this attempt (or an older one) is to end without a trace beyond its CANCELLED record."""
+    """The loop of this attempt, or an older one, is to end."""
 
     trajectory: str
     attempt: int
     host: str
+    cancelled: bool = False  # the trajectory ends with it; else another attempt goes on, and this one says nothing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,6 +230,7 @@ class Restored:
     """What the run folder says of a run's earlier life."""
 
     ledgered: Mapping[str, int] = field(default_factory=dict)  # phase -> entries in the ledger
+    units: Mapping[str, tuple[int, int]] = field(default_factory=dict)  # phase -> their steps and sampled tokens
     trained: Mapping[str, int] = field(default_factory=dict)  # phase -> trajectories trained
     updates: Mapping[str, int] = field(default_factory=dict)  # phase -> updates done
     versions: Mapping[str, int] = field(default_factory=dict)  # phase -> last version published in it
@@ -236,6 +240,7 @@ class Restored:
     attempts: Mapping[str, int] = field(default_factory=dict)  # open trajectory -> highest attempt so far
     num_groups: Mapping[str, int] = field(default_factory=dict)  # phase -> groups ever opened
     evaluations: Mapping[str, EvaluationResult] = field(default_factory=dict)
+    counted: Mapping[str, int] = field(default_factory=dict)  # status -> trajectories that are done with
 
 
 @dataclass(slots=True)
@@ -249,6 +254,13 @@ class Counts:
     sampled: int = 0
     calls: int = 0
     valid_calls: int = 0
+
+
+def says_of_policy(ended: Ended) -> bool:
+    """Whether a reward says something of the policy: not where it sampled nothing, nor where another's fault had a
+    part in the end."""
+    blameless = ended.fault is None or ended.fault.cause is Cause.POLICY
+    return blameless and bool(ended.rewards) and ended.num_sampled > 0
 
 
 class Flow:
@@ -265,6 +277,7 @@ class Flow:
         self.updates = Counter(restored.updates)
         self.trained = Counter(restored.trained)
         self.ledgered = Counter(restored.ledgered)
+        self.ledgered_units = {phase.name: restored.units.get(phase.name, (0, 0)) for phase in config.phase}
         self.versions = dict(restored.versions)
         self.num_groups = Counter(restored.num_groups)
         self.newest = restored.newest
@@ -273,12 +286,13 @@ class Flow:
         self.evaluating: tuple[str, int] | None = None  # (name, version) of the evaluation under way
         self.eval_ended: list[Ended] = []
         self.eval_failed = 0
-        self.counts = Counts()
+        self.counts = Counts(admitted=sum(restored.counted.values()), status=Counter(restored.counted))
         self.recent: deque[float] = deque(maxlen=256)  # rewards of the latest scored training trajectories
         self.finished = False
         self.backlog: list[Instruction] = []  # what restoring found to be done
         self._restored = restored
-        self._restore_groups(now)
+        self._claim_until = now + CLAIM_S
+        self._restore_groups()
 
     # -- the one entry point --
 
@@ -287,15 +301,21 @@ class Flow:
             return []
         match event:
             case HostJoined():
-                out = self._host_joined(event, now)
+                # What a restored evaluation still runs there must be known before the host's loops are judged.
+                out = self._evaluate()
+                out += self._host_joined(event)
             case HostLeft(host=host):
-                out = self._host_left(host, now)
+                self._host_left(host, now)
+                out = []
             case SandboxJoined(sandbox=sandbox, capacity=capacity):
                 place = self.sandboxes.setdefault(sandbox, Place(capacity))
                 place.capacity = capacity
                 out = []
             case SandboxLeft(sandbox=sandbox):
-                self.sandboxes.pop(sandbox, None)  # its trajectories report the fault themselves
+                self.sandboxes.pop(sandbox, None)
+                for row in self.open.values():  # they report the fault themselves; a namesake must not pay for them
+                    if row.ticket.sandbox == sandbox:
+                        row.ticket = replace(row.ticket, sandbox="")
                 out = []
             case EngineChanged(node=node, ready=ready, version=version):
                 known = self.nodes.setdefault(node, Node(ready, version))
@@ -317,15 +337,16 @@ class Flow:
                 group = trajectory.rsplit(".", 1)[0]
                 if trajectory not in self._restored.ended and trajectory not in self.open:
                     self._admit("user", task, group, 0, "", self.config.sampling.temperature)
-                    self._reopen(trajectory, now)
+                    self._reopen(trajectory)
                 out = []
             case StopAsked(reason=reason):
                 self.finished = True
                 return [Finish(outcome=reason)]
             case Tick():
-                out = self._claims_expired(now)
+                self._claims_expired(now)
+                out = []
         out, self.backlog = self.backlog + out, []
-        out += self._evaluate(now)
+        out += self._evaluate()
         out += self._load()
         out += self._fill(now)
         out += self._over()
@@ -357,7 +378,7 @@ class Flow:
         for key, row in list(self.open.items()):
             if row.ticket.phase in done:
                 if row.host:
-                    out.append(Abandon(trajectory=key, attempt=row.ticket.attempt, host=row.host))
+                    out.append(Abandon(trajectory=key, attempt=row.ticket.attempt, host=row.host, cancelled=True))
                 self._release(row)
                 del self.open[key]
                 self.counts.status[State.CANCELLED] += 1
@@ -370,17 +391,28 @@ class Flow:
         open_now = sum(row.ticket.phase == phase.name for row in self.open.values())
         open_now += sum(len(group.ended) for group in self.groups.values() if group.phase == phase.name)
         waiting = self.ledgered[phase.name] - self.trained[phase.name]
-        updates = self.updates[phase.name]
-        batch = phase.trajectories
-        if not batch:  # the trigger counts something else: go by what an update took so far
-            batch = self.trained[phase.name] // updates if updates else phase.group_size * 4
-            needed = batch * (phase.updates - updates) - waiting - open_now
-        else:
-            needed = phase.updates * batch - self.trained[phase.name] - waiting - open_now
+        batch = self._batch(phase)
+        needed = batch * (phase.updates - self.updates[phase.name]) - waiting - open_now
         if phase.from_expert:
             return needed
         # What is opened now is trained after what waits: it may be at most max_lag updates behind by then.
         return min(needed, batch * (1 + phase.max_lag) - waiting - open_now)
+
+    def _batch(self, phase: Phase) -> int:
+        """Trajectories that an update takes, in whole groups: as configured, or as other triggers came to."""
+        wanted = float(phase.trajectories)
+        if not wanted:
+            ledgered, updates = self.ledgered[phase.name], self.updates[phase.name]
+            steps, tokens = self.ledgered_units[phase.name]
+            guesses = [4.0 * phase.group_size]
+            if updates:
+                guesses.append(self.trained[phase.name] / updates)
+            if phase.steps and steps:
+                guesses.append(phase.steps * ledgered / steps)
+            if phase.tokens and tokens:
+                guesses.append(phase.tokens * ledgered / tokens)
+            wanted = max(guesses)
+        return math.ceil(wanted / phase.group_size) * phase.group_size
 
     def _fill(self, now: float) -> list[Instruction]:
         out: list[Instruction] = []
@@ -472,7 +504,7 @@ class Flow:
         return best if best and free[best] > 0 else ""
 
     def _place(self, row: Open, now: float) -> Start | None:
-        if now < row.not_before or now < row.claim_until:
+        if now < row.not_before or row.claim_until:  # a claim ends by its Tick alone, which counts the attempt up
             return None
         ticket = row.ticket
         verdict = ticket.verdict is not None
@@ -499,7 +531,7 @@ class Flow:
 
     # -- hosts --
 
-    def _host_joined(self, event: HostJoined, now: float) -> list[Instruction]:
+    def _host_joined(self, event: HostJoined) -> list[Instruction]:
         place = self.hosts[event.host] = Place(event.capacity, event.node)
         out: list[Instruction] = []
         for trajectory, attempt in event.held:
@@ -515,19 +547,17 @@ class Flow:
             out.append(Start(ticket=row.ticket, host=event.host))
         return out
 
-    def _host_left(self, host: str, now: float) -> list[Instruction]:
+    def _host_left(self, host: str, now: float) -> None:
         self.hosts.pop(host, None)
         fault = Fault(cause=Cause.PLATFORM, where=host, message="the host process went away")
         for key in [key for key, row in self.open.items() if row.host == host]:
             self._retry(key, self.open[key].ticket.attempt, fault, now)
-        return []
 
-    def _claims_expired(self, now: float) -> list[Instruction]:
+    def _claims_expired(self, now: float) -> None:
         for row in self.open.values():
             if row.claim_until and now >= row.claim_until:
                 row.claim_until = 0.0
                 row.ticket = replace(row.ticket, attempt=row.ticket.attempt + 1)
-        return []
 
     # -- ends --
 
@@ -566,10 +596,7 @@ class Flow:
 
     def _score_group(self, group: Group) -> list[Instruction]:
         """All members ended: those with a reward go to the ledger together, in member order."""
-        scored = sorted(
-            (ended for ended in group.ended if ended.rewards and ended.status in (State.COMPLETED, State.TRUNCATED)),
-            key=lambda ended: ended.trajectory,
-        )
+        scored = sorted((ended for ended in group.ended if says_of_policy(ended)), key=lambda ended: ended.trajectory)
         if len(scored) < min(2, group.size):
             return []  # no baseline to be had
         entries = tuple(
@@ -577,9 +604,13 @@ class Flow:
                 trajectory=ended.trajectory, attempt=ended.attempt, head=ended.head, group=ended.group,
                 phase=ended.phase, reward=sum(ended.rewards.values()), num_tokens=ended.num_tokens,
                 num_sampled=ended.num_sampled, num_steps=ended.num_steps, min_version=ended.min_version,
+                group_size=len(scored),
             )
             for ended in scored
         )  # fmt: skip
+        steps, tokens = self.ledgered_units[group.phase]
+        steps += sum(entry.num_steps for entry in entries)
+        self.ledgered_units[group.phase] = (steps, tokens + sum(entry.num_sampled for entry in entries))
         self.ledgered[group.phase] += len(entries)
         return [WriteLedger(entries=entries)]
 
@@ -610,7 +641,7 @@ class Flow:
                 return
             yield f"after_{phase.name}", self.versions[phase.name]
 
-    def _evaluate(self, now: float) -> list[Instruction]:
+    def _evaluate(self) -> list[Instruction]:
         wanted = self.config.evaluation.tasks
         if self.evaluating:
             name, version = self.evaluating
@@ -639,13 +670,13 @@ class Flow:
                 del self.open[key]
                 self._count_end(ended)
             else:
-                self._reopen(key, now)
+                self._reopen(key)
         return []
 
     def _eval_end(self, ended: Ended) -> None:
         if self.evaluating is None or ended.phase != self.evaluating[0]:
             return
-        if ended.rewards and ended.status in (State.COMPLETED, State.TRUNCATED):
+        if says_of_policy(ended):
             self.eval_ended.append(ended)
         else:
             self.eval_failed += 1
@@ -669,6 +700,10 @@ class Flow:
             return []
         node.loading = -1
         if not event.ok:
+            if not event.refused:
+                node.ready = False  # until it is seen to be again
+            if not event.reached:
+                return []
             node.failures += 1
             if event.refused or node.failures >= MAX_LOAD_FAILURES:
                 node.refused |= {event.version}
@@ -683,6 +718,12 @@ class Flow:
     # -- the end --
 
     def _over(self) -> list[Instruction]:
+        stuck = self._refused_by_all()
+        if stuck >= 0:
+            self.finished = True
+            return [
+                Finish(outcome=f"failed: no engine takes version {stuck}, which the run needs; `hpcrl status` says why")
+            ]
         if self.phase is not None or self.evaluating or self.open:
             return []
         if self.config.evaluation.tasks and any(name not in self.evaluations for name, _ in self._boundaries()):
@@ -690,18 +731,26 @@ class Flow:
         self.finished = True
         return [Finish(outcome="done")]
 
+    def _refused_by_all(self) -> int:
+        """A version that the run can't go on without and that every engine has refused; -1: none."""
+        phase = self.phase
+        needed = self.evaluating[1] if self.evaluating else -1
+        if needed < 0 and phase is not None and not phase.from_expert:
+            needed = self._base_version(phase)
+        return needed if self.nodes and all(needed in node.refused for node in self.nodes.values()) else -1
+
     # -- restoring --
 
-    def _reopen(self, key: str, now: float) -> None:
+    def _reopen(self, key: str) -> None:
         """Queue a trajectory; one that an earlier life began goes on as its next attempt, unless a host claims it."""
         row = self.open[key]
         attempt = self._restored.attempts.get(key, 0)
         if attempt:
             row.ticket = replace(row.ticket, attempt=attempt)
-            row.claim_until = now + CLAIM_S
+            row.claim_until = self._claim_until
         self.pending.append(key)
 
-    def _restore_groups(self, now: float) -> None:
+    def _restore_groups(self) -> None:
         phase = self.phase
         if phase is None:
             return
@@ -712,7 +761,7 @@ class Flow:
             for key in self._open_group(phase, number):
                 ended = self._restored.ended.get(key)
                 if ended is None:
-                    self._reopen(key, now)
+                    self._reopen(key)
                     continue
                 del self.open[key]
                 self.backlog += self._count_end(ended)

@@ -100,31 +100,28 @@ def record(paths: RunPaths, event: str, **fields: Any) -> None:
 
 
 def submit(paths: RunPaths, role: Role, index: int = 0) -> Job:
-    """Submit one job and record it. Raises HpcrlError with the executor's own words when it is refused."""
-    done = subprocess.run(helper_command(paths, role, index), capture_output=True, start_new_session=True, check=False)
-    return _submitted(paths, role, index, done.returncode, done.stdout, done.stderr)
+    """Submit one job. Raises HpcrlError with the executor's own words when it is refused."""
+    done = subprocess.run(_helper(paths, role, index), capture_output=True, start_new_session=True, check=False)
+    return _submitted(role, index, done.returncode, done.stdout, done.stderr)
 
 
 async def submit_async(paths: RunPaths, role: Role, index: int = 0) -> Job:
     """`submit` without holding up the event loop."""
     process = await asyncio.create_subprocess_exec(
-        *helper_command(paths, role, index), stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+        *_helper(paths, role, index), stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
     )
     out, err = await process.communicate()
-    return _submitted(paths, role, index, process.returncode, out, err)
+    return _submitted(role, index, process.returncode, out, err)
 
 
-def helper_command(paths: RunPaths, role: Role, index: int) -> Sequence[str]:
+def _helper(paths: RunPaths, role: Role, index: int) -> Sequence[str]:
     return (sys.executable, "-m", "hpcrl.roles", "submit", str(paths.root), role, str(index))
 
 
-def _submitted(paths: RunPaths, role: Role, index: int, code: int | None, out: bytes, err: bytes) -> Job:
+def _submitted(role: Role, index: int, code: int | None, out: bytes, err: bytes) -> Job:
     if code:
         raise HpcrlError(f"job {role}-{index} could not be submitted: {err.decode(errors='replace').strip()[-500:]}")
-    row = json.loads(out.splitlines()[-1])
-    job = Job(role=role, index=index, id=row["id"], created=row["created"], wall=time.time())
-    record(paths, "submitted", **asdict(job))
-    return job
+    return Job(**json.loads(out.splitlines()[-1]))
 
 
 def make_certificate(paths: RunPaths) -> None:
@@ -179,13 +176,17 @@ def check_devices(config: Config) -> None:
 
 
 def submit_here(paths: RunPaths, role: Role, index: int, body: Callable[[str, str, int], None]) -> None:
-    """The helper's part: hand one job, which is to run `body`, to submitit and print its id."""
+    """The helper's part: hand one job, which is to run `body`, to submitit; record it, and print the record.
+
+    It records itself, so that a job is known even when whoever asked for it died meanwhile.
+    """
     import submitit
 
     config = load_resolved(paths.config)
+    environment = role_environment(paths)
     os.environ.clear()
-    os.environ.update(role_environment(paths))
-    executor = submitit.LocalExecutor(folder=paths.submitit / f"{role}-%j".replace("%j", str(index)))
+    os.environ.update(environment)
+    executor = submitit.LocalExecutor(folder=paths.submitit / f"{role}-{index}")
     executor.update_parameters(
         timeout_min=LOCAL_MINUTES,
         tasks_per_node=config.learner.ranks if role == "learner" else 1,
@@ -197,6 +198,8 @@ def submit_here(paths: RunPaths, role: Role, index: int, body: Callable[[str, st
     null = os.open(os.devnull, os.O_RDWR)
     for fd in (0, 1, 2):
         os.dup2(null, fd)
-    job = executor.submit(body, str(paths.root), role, index)
-    created = psutil.Process(int(job.job_id)).create_time()
-    os.write(answer, json.dumps({"id": job.job_id, "created": created}).encode() + b"\n")
+    submitted = executor.submit(body, str(paths.root), role, index)
+    created = psutil.Process(int(submitted.job_id)).create_time()
+    job = Job(role=role, index=index, id=submitted.job_id, created=created, wall=time.time())
+    record(paths, "submitted", **asdict(job))
+    os.write(answer, json.dumps(asdict(job)).encode() + b"\n")

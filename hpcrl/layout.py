@@ -147,7 +147,7 @@ class RunPaths:
 
         Socket paths are limited to 107 bytes, so it lies in /tmp under a short name made from the run's path.
         """
-        info = self.config.stat()
+        info = self.root.stat()
         folder = Path(tempfile.gettempdir()) / f"hpcrl-{os.getuid()}-{info.st_dev:x}-{info.st_ino:x}"
         folder.mkdir(mode=0o700, exist_ok=True)
         owner = folder.stat()
@@ -244,7 +244,7 @@ class Appender:
     def append(self, *rows: Mapping[str, Any]) -> None:
         data = b"".join(json.dumps(row).encode() + b"\n" for row in rows)
         if os.write(self._fd, data) != len(data):
-            raise OSError("short append: disk full?")
+            raise OSError(errno.ENOSPC, "only a part of a line could be written")
         os.fdatasync(self._fd)
 
     def close(self) -> None:

@@ -47,8 +47,8 @@ class Replay:
         that an update's size does not depend on how long the learner slept. `since_s`: seconds since the last update.
         """
         groups = self._waiting.get(phase.name, {})
-        whole = [members for members in groups.values() if len(members) >= phase.group_size]
-        whole.sort(key=lambda members: members[phase.group_size - 1][0])
+        whole = [members for members in groups.values() if len(members) >= members[0][1].group_size]
+        whole.sort(key=lambda members: members[-1][0])
         taken, trajectories, steps, tokens = 0, 0, 0, 0
         for members in whole:
             taken += 1

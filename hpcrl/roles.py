@@ -6,6 +6,7 @@ Each role imports its own rooms only when it runs: a learner never loads Dask, a
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import logging
 import os
 import signal
@@ -29,6 +30,7 @@ def run_role(root: str, role: str, index: int) -> None:
     paths = RunPaths.of(root)
     config = load_resolved(paths.config)
     job = job_id()
+    die_with_parent()
     start_logging(paths.logs, f"{role}-{index}" if role != "learner" else f"learner-r{task_rank()}", job)
     logger.info("%s-%d starts as job %s, pid %d", role, index, job, os.getpid())
     match role:
@@ -43,6 +45,13 @@ def run_role(root: str, role: str, index: int) -> None:
         case _:
             raise ValueError(f"no role {role!r}")
     logger.info("%s-%d ends", role, index)
+
+
+def die_with_parent() -> None:
+    """A role whose executor was killed is not to go on beside the one that takes its place (prctl PR_SET_PDEATHSIG)."""
+    ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def job_id() -> str:
@@ -82,6 +91,7 @@ async def control(paths: RunPaths, config: Config) -> None:
 
     configure_dask()
     paths.stopped.unlink(missing_ok=True)
+    _drop_old_stops(paths)
     ledger = LedgerWriter(paths)
     secure = security(paths)
     scheduler = await _scheduler(config, secure)
@@ -100,11 +110,22 @@ async def control(paths: RunPaths, config: Config) -> None:
         ledger.close()
 
 
+def _drop_old_stops(paths: RunPaths) -> None:
+    """A stop that was asked of the control before this one is not meant for this one."""
+    from hpcrl.launch import newest
+
+    job = newest(paths, "control")
+    for path in paths.inbox.glob("stop-*.json"):
+        asked = path.stem.partition("-")[2]
+        if job is None or (asked.isdigit() and int(asked) < job.wall * 1e9):
+            path.unlink(missing_ok=True)
+
+
 async def _scheduler(config: Config, secure: Any) -> Any:
     """A Dask scheduler on the first free port of the range. Raises ConfigError when none is free."""
     from distributed import Scheduler
 
-    low, high = (int(part) for part in config.launch.ports.split("-"))
+    low, high = config.launch.port_range
     dashboard = f"127.0.0.1:{free_port(low, high)}" if config.launch.dashboard else None
     for port in range(low, high + 1):
         if not port_is_free(port) or dashboard == f"127.0.0.1:{port}":
@@ -130,6 +151,17 @@ def port_is_free(port: int) -> bool:
         except OSError:
             return False
         return True
+
+
+def free_ports(config: Config) -> int:
+    low, high = config.launch.port_range
+    return sum(port_is_free(port) for port in range(low, high + 1))
+
+
+def ports_needed(config: Config) -> int:
+    """Listeners of a local run: scheduler, dashboard, the ranks' meeting place, a worker a host, two a sandbox node."""
+    hosts = sum(pool.jobs * pool.hosts for pool in config.rollout)
+    return 3 + hosts + 2 * sum(pool.jobs for pool in config.sandbox)
 
 
 def free_port(low: int, high: int) -> int:
@@ -281,7 +313,7 @@ def learner(paths: RunPaths, config: Config) -> None:
     rank, world = task_rank(), config.learner.ranks
     meeting = paths.control / f"learner-{job_id()}.json"
     if rank == 0:
-        low, high = (int(part) for part in config.launch.ports.split("-"))
+        low, high = config.launch.port_range
         port = free_port(low, (low + high) // 2)
         publish_json(meeting, {"address": "127.0.0.1", "port": port})
     row = _wait_for(meeting, 60)

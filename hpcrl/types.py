@@ -2,7 +2,7 @@
 
 Read this file first. Words have the one meaning that the glossary in docs/words.md gives them. Nothing here does I/O.
 
-    Task -> Ticket -> (Step: Act, Observe)* -> End -> Scored -> Batch
+    Task -> Ticket -> (act, observe)* -> Ended -> Entry -> Sequence_
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 import hashlib
 import json
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -270,6 +270,7 @@ class Entry:
     num_sampled: int
     num_steps: int
     min_version: int
+    group_size: int  # members of the group that are in the ledger: those lost to faults are not
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -384,7 +385,3 @@ class EnvironmentFamily(Protocol):
 
     def expert(self, task: Task, transcript: str, seed: int) -> str:
         """A scripted policy's next act, for `kind = expert` (deliberately imperfect where a test says so)."""
-
-
-class StepStream(Protocol):
-    def __call__(self, trajectory: str) -> AsyncIterator[Receipt]: ...

@@ -28,7 +28,7 @@ from distributed.security import Security
 
 from hpcrl.config import Config
 from hpcrl.layout import RunPaths, read_json
-from hpcrl.rollout.loop import AttemptFault, History, Loop, Where, history_of
+from hpcrl.rollout.loop import AttemptFault, History, Loop, Where, history_of, unbegun
 from hpcrl.rollout.render import Renderer
 from hpcrl.rollout.scripted import ScriptedEngine
 from hpcrl.sandbox.pool import Pool
@@ -40,6 +40,7 @@ from hpcrl.types import (
     ConfigError,
     Ended,
     Engine,
+    Environment,
     EnvironmentFamily,
     Fault,
     Receipt,
@@ -141,7 +142,12 @@ class Guest:
                     logger.info("joined control %s at %s", scheduler["incarnation"], scheduler["address"])
                     await self._until_left(worker)
                     last_seen = time.monotonic()
-            except (TimeoutError, OSError, ValueError) as error:
+            except (
+                TimeoutError,
+                OSError,
+                ValueError,
+                RuntimeError,
+            ) as error:  # RuntimeError: what Dask wraps others in
                 logger.info("control at %s can't be joined: %s", scheduler["address"], error)
                 await self._pause(0.5)
             finally:
@@ -212,10 +218,11 @@ class SandboxNode:
         answers = BatchedSend(interval=LINE_S)
         answers.start(comm)
         calls: set[asyncio.Task[None]] = set()
+        leases: set[tuple[str, int]] = set()
         try:
             while True:
                 for message in await comm.read():
-                    task = asyncio.create_task(self._answer(answers, message))
+                    task = asyncio.create_task(self._answer(answers, leases, message))
                     calls.add(task)
                     task.add_done_callback(calls.discard)
         except OSError:
@@ -224,21 +231,33 @@ class SandboxNode:
             for task in calls:
                 task.cancel()
             answers.abort()
+            for trajectory, attempt in leases:  # the host will not give them back
+                await self._pool.release(trajectory, attempt)
 
-    async def _answer(self, answers: Any, message: dict[str, Any]) -> None:
+    async def _answer(self, answers: Any, leases: set[tuple[str, int]], message: dict[str, Any]) -> None:
         try:
-            value = await self._perform(**message["call"])
+            value = await self._perform(leases, **message["call"])
             answer = {"id": message["id"], "value": value}
         except Exception as error:
             answer = {"id": message["id"], "error": f"{type(error).__name__}: {error}"}
         with contextlib.suppress(OSError):
             answers.send(answer)
 
-    async def _perform(self, op: str, trajectory: str, attempt: int, first: bool = False, **arguments: Any) -> Any:
+    async def _perform(
+        self,
+        leases: set[tuple[str, int]],
+        op: str,
+        trajectory: str,
+        attempt: int,
+        first: bool = False,
+        **arguments: Any,
+    ) -> Any:
         if op == "release":
+            leases.discard((trajectory, attempt))
             return await self._pool.release(trajectory, attempt)
         if first:
             await self._pool.acquire(trajectory, attempt)
+            leases.add((trajectory, attempt))
         lease = self._pool.lease(trajectory, attempt)  # a lost one is never silently a fresh one
         match op:
             case "run":
@@ -252,7 +271,7 @@ class SandboxNode:
 
 async def open_listener(config: Config, secure: Security, serve: Callable[[Any], Awaitable[None]]) -> Any:
     """Listen with the run's TLS on the first free port of `launch.ports`. Raises ConfigError when none is free."""
-    low, high = (int(part) for part in config.launch.ports.split("-"))
+    low, high = config.launch.port_range
     for port in range(low, high + 1):
         try:
             listener = listen(f"tls://127.0.0.1:{port}", serve, **secure.get_listen_args("worker"))
@@ -470,16 +489,21 @@ class Host:
             del self._loops[ticket.trajectory]
         return ended.to_json()
 
-    async def _begin(self, ticket: Ticket) -> asyncio.Task[Ended]:
+    async def _begin(self, ticket: Ticket) -> asyncio.Future[Ended]:
         history: History | None = None
+        environment: Environment | None = None
         if ticket.adopt:
             found = self._adopted(ticket.adopt)
             if isinstance(found, Ended):
-                ended = asyncio.get_running_loop().create_future()
-                ended.set_result(replace(found, attempt=ticket.attempt))
-                return ended  # type: ignore[return-value]  # a Task is a Future; only awaited
+                return _already(replace(found, attempt=ticket.attempt))
             history = found
-        environment = self._family.make(ticket.task, ticket.seed)
+        if ticket.verdict is None:
+            try:
+                environment = self._family.make(ticket.task, ticket.seed)
+            except Exception as error:  # the environment's own code
+                text = f"{type(error).__name__}: {error}"
+                fault = Fault(cause=Cause.ENVIRONMENT, where=f"{ticket.task.environment}.make", message=text)
+                return _already(unbegun(ticket, fault))
         if ticket.kind == "expert":
             engine: Engine = ScriptedEngine(self._expert(ticket), self._renderer)
         else:
@@ -586,6 +610,12 @@ class Host:
             line.close()
         for engine in self._engines:
             await engine.close()
+
+
+def _already(ended: Ended) -> asyncio.Future[Ended]:
+    future: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
+    future.set_result(ended)
+    return future
 
 
 HOST: Host | None = None  # this process's host, for the Dask task below

@@ -63,7 +63,7 @@ def test_ports_in_use(tiny_model: Path, tmp_path: Path) -> None:
         for taken, port in ((one, 21500), (two, 21501)):
             taken.bind(("127.0.0.1", port))
             taken.listen()
-        refused("train", config, "--run", tmp_path / "run", expect="no free port in 21500-21501")
+        refused("train", config, "--run", tmp_path / "run", expect="0 free ports in 21500-21501, this run needs 6")
     assert not (tmp_path / "run").exists()
 
 

@@ -99,6 +99,7 @@ class Learner:
             folder, self.at = found
             self.optimizer = self._make_optimizer(config.phase[self.at.phase])
             checkpoint.load(folder, self.policy, self.optimizer)
+        self._ends: set[int] = set()  # versions at the ends of phases: they are evaluated, however late
         self._saved = self.at.update  # a checkpoint of this update is not needed
         self._exact = True  # the weights are exactly those of version at.version
         self._begin_lineage(bool(found), stop)
@@ -110,7 +111,10 @@ class Learner:
         if self._first:
             since = {"incarnation": self.at.progress, "update": self.at.update} if resumed else None
             self._progress = ProgressWriter(self.paths, since)
-            trained = {trajectory for row in lineage(self.paths) for trajectory in row.trajectories}
+            rows = lineage(self.paths)
+            trained = {trajectory for row in rows for trajectory in row.trajectories}
+            last = {phase.name: phase.updates for phase in self.config.phase}
+            self._ends = {row.version for row in rows if row.phase_update == last.get(row.phase)}
             self._feed = Feed(self.paths, self._store, trained, stop)
         there = self.ranks.share(newest(self.paths, 1) if self._first else None)
         if there != [self.at.version]:
@@ -317,7 +321,9 @@ class Learner:
         parts = self.ranks.gather(write_part(folder, self.ranks.rank, self.ranks.world, mine))
         if self._first:
             write_manifest(folder, parts, probe, version=version, update=self.at.update, parent=parent)
-            prune(self.paths, self.config.learner.keep_versions)
+            if self.at.phase_update == self.config.phase[self.at.phase].updates:
+                self._ends.add(version)
+            prune(self.paths, self.config.learner.keep_versions, self._ends)
         self._move(version=version)
         self._exact = True
 

@@ -86,7 +86,7 @@ class Loop:
         ticket: Ticket,
         *,
         engine: Engine,
-        environment: Environment,
+        environment: Environment | None,  # None only where the ticket's verdict is all that is to be recorded
         sandbox: Sandbox,
         log: Log,
         renderer: Renderer,
@@ -96,7 +96,8 @@ class Loop:
     ) -> None:
         self.ticket = ticket
         self.state = State.PENDING
-        self._engine, self._environment, self._sandbox = engine, environment, sandbox
+        self._engine, self._sandbox = engine, sandbox
+        self._world = environment
         self._log, self._renderer, self._where, self._history = log, renderer, where, history
         self._on_receipt = on_receipt
         self._parent = ticket.adopt
@@ -108,6 +109,11 @@ class Loop:
         self._offered: tuple[tuple[ToolSpec, ...], list[dict[str, Any]]] = ((), [])
         self._began = time.monotonic()
         self._waited_s = 0.0  # of it, for tools
+
+    @property
+    def _environment(self) -> Environment:
+        assert self._world is not None
+        return self._world
 
     async def run(self) -> Ended:
         """Raises CancelledError alone: when the host parks (the chain stays open) or abandons the trajectory."""
@@ -186,7 +192,8 @@ class Loop:
             self._count(calls)
             observed = chain[index + 1] if index + 1 < len(chain) else None
             if observed is not None:
-                await self._environmental("replay", self._environment.step(calls, self._sandbox))
+                if all(call.effects == "pure" for call in calls):  # others have happened, and are not done again
+                    self._checked(await self._environmental("replay", self._environment.step(calls, self._sandbox)))
                 self._environment.restore(base64.b64decode(observed.meta["state"]))
         self._add(history.context)
         last = chain[-1]
@@ -214,7 +221,12 @@ class Loop:
         began = time.monotonic()
         outcome: StepOutcome = await self._environmental("step", self._environment.step(calls, self._sandbox))
         self._waited_s += time.monotonic() - began
-        if outcome.fault is not None and not outcome.messages and not outcome.done:
+        return self._checked(outcome)
+
+    @staticmethod
+    def _checked(outcome: StepOutcome) -> StepOutcome:
+        """What isn't the policy's fault ends the attempt: an answer that rests on it says nothing of the policy."""
+        if outcome.fault is not None and outcome.fault.cause is not Cause.POLICY:
             raise AttemptFault(outcome.fault)
         return outcome
 
@@ -301,7 +313,7 @@ class Loop:
         if truncated:
             fault = fault or Fault(cause=Cause.ENVIRONMENT, where="environment", message=truncated)
             return State.TRUNCATED, fault
-        return (State.COMPLETED, None) if done else None
+        return (State.COMPLETED, fault) if done else None
 
     async def _end(self, status: State, fault: Fault | None) -> Ended:
         """The terminal record, or, when the trajectory is to be taken up again, a transition that says why."""
@@ -384,7 +396,11 @@ class Loop:
     async def _durable(self) -> None:
         """Wait for every record so far. Raises OSError when one could not be made durable."""
         while self._commits:
-            await asyncio.gather(*self._commits)
+            # Not gathered: a cancelled loop must not cancel a prompt's commit, which its siblings share.
+            done, _ = await asyncio.wait(self._commits, return_when=asyncio.FIRST_EXCEPTION)
+            for commit in done:
+                commit.result()
+                self._commits.discard(commit)
 
     def _add(self, ids: Int32Array) -> None:
         self._context.append(ids)
@@ -411,10 +427,21 @@ class Loop:
         return Fault(cause=Cause.PLATFORM, where=where, message=f"{type(error).__name__}: {error}")
 
     def _state(self) -> str:
+        if self._world is None:
+            return ""
         try:
             return base64.b64encode(self._environment.state()).decode()
         except Exception as error:
             raise self._broken("state", error) from error
+
+
+def unbegun(ticket: Ticket, fault: Fault) -> Ended:
+    """An attempt that came to nothing: there is no record of it."""
+    return Ended(
+        trajectory=ticket.trajectory, attempt=ticket.attempt, kind=ticket.kind, group=ticket.group, phase=ticket.phase,
+        status=State.RETRYING, head="", rewards={}, num_steps=0, num_sampled=0, num_tokens=0, min_version=-1,
+        max_version=-1, duration_s=0.0, fault=fault,
+    )  # fmt: skip
 
 
 def history_of(store: Store, head: str) -> History | Ended:

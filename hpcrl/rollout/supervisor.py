@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 HostStarter = Callable[[int], Awaitable[asyncio.subprocess.Process]]
 MAX_DEATHS = 5  # of an engine or host in a row, without having been ready in between
 HOST_GRACE_S = 10.0
+HEALTH_S, HEALTH_TRIES = 10.0, 6  # between two looks at an engine; misses in a row that mean it hangs
 
 
 def node_folder(paths: RunPaths, node: str) -> Path:
@@ -86,6 +87,8 @@ class EngineSlot:
 
     async def load(self, version: int) -> dict[str, Any]:
         """Load a version and score its probe; a failed check brings the old version back."""
+        if not self.ready:
+            return {"ok": False, "refused": False, "message": f"{self.process.name} is not up"}
         began = time.monotonic()
         old = self.version
         try:
@@ -166,14 +169,16 @@ class Supervisor:
             for task in watchers:
                 task.cancel()
             await asyncio.gather(*watchers, return_exceptions=True)
-            await self._end_hosts()
-            listener.close()
-            await server.close()
-            await log.close()
-            for slot in self._slots:
-                await slot.client.close()
-            await asyncio.gather(*(slot.process.stop() for slot in self._slots))
-            door.unlink(missing_ok=True)
+            try:
+                await self._end_hosts()
+                listener.close()
+                await server.close()
+                await log.close()
+            finally:  # a full disk must not leave engines behind
+                for slot in self._slots:
+                    await slot.client.close()
+                await asyncio.gather(*(slot.process.stop() for slot in self._slots))
+                door.unlink(missing_ok=True)
 
     async def _keep_engine(self, slot: EngineSlot) -> None:
         deaths = 0
@@ -181,8 +186,7 @@ class Supervisor:
             try:
                 await slot.start()
                 deaths = 0
-                await slot.process.ended()
-                message = f"{slot.process.name} ended by itself"
+                message = await self._until_bad(slot)
             except EngineError as error:
                 message = str(error)
             slot.ready = False
@@ -193,6 +197,20 @@ class Supervisor:
             logger.warning("%s; starting it again", message)
             await slot.process.stop()  # nothing of the old one is left behind
             await asyncio.sleep(min(0.5 * 2 ** (deaths - 1), 30))
+
+    async def _until_bad(self, slot: EngineSlot) -> str:
+        """Wait until the engine is gone, or has not answered for HEALTH_TRIES times; why."""
+        ended = asyncio.create_task(slot.process.ended())
+        missed = 0
+        try:
+            while missed < HEALTH_TRIES:
+                done, _ = await asyncio.wait({ended}, timeout=HEALTH_S)
+                if done:
+                    return f"{slot.process.name} ended by itself"
+                missed = 0 if await slot.client.healthy() else missed + 1
+        finally:
+            ended.cancel()
+        return f"{slot.process.name} does not answer"
 
     async def _keep_host(self, index: int) -> None:
         deaths = 0

@@ -52,19 +52,20 @@ REQUIRED: Mapping[Kind, tuple[str, ...]] = {
     Kind.PROMPT: (),
     Kind.ADOPT: (
         *("task", "kind", "group", "member", "phase", "seed", "sampling"),
-        *("job", "node", "incarnation", "wall", "mono", "boot_id", "state"),
+        *("job", "node", "incarnation", "sandbox", "pinned", "wall", "mono", "boot_id", "state"),
     ),
     Kind.ACT: (
         *("root", "tools", "calls", "finish_reason", "spans", "seed", "request", "cached_tokens"),
         *("queue_s", "duration_s", "wall", "mono"),
     ),
-    Kind.OBSERVE: ("parts", "results", "state", "fault", "wall", "mono"),
+    Kind.OBSERVE: ("parts", "results", "state", "fault", "done", "truncated", "wall", "mono"),
     Kind.END: (
         *("status", "fault", "rewards", "num_steps", "num_sampled", "num_tokens", "min_version", "max_version"),
         *("duration_s", "num_calls", "num_valid_calls", "wall", "mono"),
+        *("trajectory", "attempt", "kind", "group", "phase"),
     ),
     Kind.REWARD: ("source", "value", "wall"),
-    Kind.TRANSITION: ("state", "wall", "mono", "boot_id"),
+    Kind.TRANSITION: ("state", "fault", "waited_s", "wall", "mono", "boot_id"),
 }
 # The keys of each element of the lists within.
 REQUIRED_WITHIN: Mapping[tuple[Kind, str], tuple[str, ...]] = {

@@ -94,6 +94,7 @@ def entry(name: str, records: list[Record], ids: np.ndarray, sampled: np.ndarray
         "num_sampled": int(sampled.sum()),
         "num_steps": 2,
         "min_version": 0,
+        "group_size": 1,
     }
     return Entry(**{**fields, **values})
 

@@ -220,7 +220,7 @@ def test_grpo_sees_what_the_engine_saw_and_masks_what_is_too_old(tmp_path: Path,
         version = 0 if index < 6 else -3
         records, ids, sampled = trajectory(f"g{index}", rng, version=version, logprobs=behaviour)
         sampled_by[version] += int(sampled.sum())
-        values = {"group": f"group{index // 4}", "phase": "rl", "reward": float(index % 2)}
+        values = {"group": f"group{index // 4}", "phase": "rl", "reward": float(index % 2), "group_size": 4}
         rows.append((records, entry(f"g{index}", records, ids, sampled, **values)))
     phase = {"name": "rl", "objective": "grpo", "lr": 1e-3, "updates": 1, "trajectories": 8, "group_size": 4}
     config = make_config([phase], sampling={"temperature": temperature}, learner={"micro_batch_tokens": 64})
@@ -247,7 +247,12 @@ def test_a_logprob_that_is_no_number_is_not_trained(tmp_path: Path, model: Path)
         records, ids, sampled = trajectory(
             f"g{index}", rng, logprobs=lambda ids, bad=bad: np.full(len(ids), -1.0 + bad, np.float32)
         )
-        rows.append((records, entry(f"g{index}", records, ids, sampled, group="g", phase="rl", reward=float(index))))
+        rows.append(
+            (
+                records,
+                entry(f"g{index}", records, ids, sampled, group="g", group_size=2, phase="rl", reward=float(index)),
+            )
+        )
     phase = {"name": "rl", "objective": "grpo", "lr": 1e-3, "updates": 1, "trajectories": 2, "group_size": 2}
     config = make_config([phase])
     paths = make_run(tmp_path / "run", config, model)

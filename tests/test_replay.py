@@ -9,7 +9,7 @@ from hpcrl.replay import Replay, pack
 from hpcrl.types import Entry
 
 
-def entry(name: str, group: str, phase: str = "rl", steps: int = 2, tokens: int = 10) -> Entry:
+def entry(name: str, group: str, phase: str = "rl", steps: int = 2, tokens: int = 10, size: int = 1) -> Entry:
     return Entry(
         trajectory=name,
         attempt=1,
@@ -21,6 +21,7 @@ def entry(name: str, group: str, phase: str = "rl", steps: int = 2, tokens: int 
         num_sampled=tokens,
         num_steps=steps,
         min_version=0,
+        group_size=size,
     )
 
 
@@ -31,15 +32,23 @@ def rows(*entries: Entry, start: int = 1) -> list[tuple[tuple[int, int], Entry]]
 def test_only_whole_groups_are_taken_and_in_ledger_order() -> None:
     replay = Replay()
     phase = Phase(name="rl", trajectories=4, group_size=2)
-    replay.add(rows(entry("a0", "a"), entry("b0", "b"), entry("c0", "c"), entry("c1", "c"), entry("x", "x", "other")))
+    first = [entry(name, name[0], size=2) for name in ("a0", "b0", "c0", "c1")]
+    replay.add(rows(*first, entry("x", "x", "other")))
     assert replay.fire(phase, 1e9) is None
-    replay.add(rows(entry("a1", "a"), entry("b1", "b"), start=6))
+    replay.add(rows(entry("a1", "a", size=2), entry("b1", "b", size=2), start=6))
     chosen = replay.fire(phase, 0.0)
     assert chosen is not None
     assert chosen.trajectories == ("a0", "c0", "c1", "a1")  # c was whole first, then a; b is left for the next
     assert chosen.positions == ((1, 1), (1, 3), (1, 4), (1, 6))
     assert replay.fire(phase, 0.0) is None
     assert replay.waiting("rl") == 2
+
+
+def test_a_group_that_lost_members_is_whole_without_them() -> None:
+    replay = Replay()
+    replay.add(rows(*(entry(f"a{i}", "a", size=3) for i in range(3)), entry("b0", "b", size=4)))
+    chosen = replay.fire(Phase(name="rl", trajectories=2, group_size=4), 0.0)
+    assert chosen is not None and chosen.trajectories == ("a0", "a1", "a2")
 
 
 def test_what_was_trained_or_seen_is_never_given_out_again() -> None:
@@ -64,9 +73,9 @@ def test_each_trigger_fires_by_itself() -> None:
 def test_seconds_fire_with_at_least_one_whole_group() -> None:
     replay = Replay()
     phase = Phase(name="rl", seconds=5, trajectories=100, group_size=2)
-    replay.add(rows(entry("a0", "a")))
+    replay.add(rows(entry("a0", "a", size=2)))
     assert replay.fire(phase, 6.0) is None
-    replay.add(rows(entry("a1", "a"), start=2))
+    replay.add(rows(entry("a1", "a", size=2), start=2))
     assert replay.fire(phase, 4.0) is None
     chosen = replay.fire(phase, 5.0)
     assert chosen is not None and chosen.trajectories == ("a0", "a1")

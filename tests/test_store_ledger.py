@@ -32,6 +32,7 @@ def entry(name: str) -> Entry:
         num_sampled=4,
         num_steps=2,
         min_version=-1,
+        group_size=1,
     )
 
 

@@ -371,6 +371,7 @@ async def test_verify_checks_ledger_and_progress(tmp_path: Path) -> None:
         num_sampled=4,
         num_steps=2,
         min_version=4,
+        group_size=1,
     )
     LedgerWriter(paths).append([entry])
     progress = ProgressWriter(paths, None)

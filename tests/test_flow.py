@@ -10,6 +10,7 @@ import pytest
 
 from hpcrl import flow as f
 from hpcrl.config import Config
+from hpcrl.replay import Replay
 from hpcrl.types import Cause, Ended, Fault, State, Task, Ticket
 
 PHASES: list[dict[str, Any]] = [
@@ -331,3 +332,87 @@ def test_numbers_of_a_ticket_do_not_depend_on_the_order_of_events() -> None:
     assert {key: replace(ticket, sandbox="") for key, ticket in two.items()}.items() <= {
         key: replace(ticket, sandbox="") for key, ticket in one.items()
     }.items()
+
+
+@pytest.mark.parametrize("cause", [Cause.ENVIRONMENT, Cause.PLATFORM, Cause.TOOL, Cause.ENGINE])
+def test_another_parts_fault_is_in_no_score_and_no_baseline(cause: Cause) -> None:
+    flow = make(settings(phase=PHASES[1:], evaluation={"tasks": 0}))
+    joined(flow)
+    flow.handle(f.Published(version=0), 0.0)
+    rows = starts(flow.handle(f.EngineChanged(node="n", ready=True, version=0), 0.0))
+    group = [row.ticket for row in rows if row.ticket.group == rows[0].ticket.group]
+    fault = Fault(cause=cause, where="x", message="x")
+    flow.handle(f.AttemptEnded(ended=ended(group[0], status=State.TRUNCATED, reward=0.0, fault=fault)), 0.0)
+    own = Fault(cause=Cause.POLICY, where="steps", message="max_steps")
+    flow.handle(f.AttemptEnded(ended=ended(group[1], status=State.TRUNCATED, reward=0.0, fault=own)), 0.0)
+    flow.handle(f.AttemptEnded(ended=ended(group[2], status=State.TRUNCATED, reward=0.0, num_sampled=0)), 0.0)
+    entries = _ledger(flow.handle(f.AttemptEnded(ended=ended(group[3])), 0.0))
+    assert [(row.trajectory, row.group_size) for row in entries] == [(group[i].trajectory, 2) for i in (1, 3)]
+
+
+def test_a_claim_ends_once_whatever_event_comes_first() -> None:
+    before = make()
+    tickets = [row.ticket for row in starts(joined(before))]
+    restored = f.Restored(attempts={tickets[0].trajectory: 1}, num_groups={"warm": 1})
+    flow = make(restored=restored, incarnation=2)
+    flow.handle(f.SandboxJoined(sandbox="s", capacity=64), 0.0)
+    out = flow.handle(f.HostJoined(host="h", node="n", capacity=1, held=()), f.CLAIM_S - 1)
+    other = starts(out)[0].ticket
+    # The slot is freed after the claim's time but before a tick has counted its attempt up.
+    out = starts(flow.handle(f.AttemptEnded(ended=ended(other)), f.CLAIM_S + 0.1))
+    assert all(row.ticket.trajectory != tickets[0].trajectory for row in out)
+    for row in out:
+        flow.handle(f.AttemptEnded(ended=ended(row.ticket)), f.CLAIM_S + 0.1)
+    placed = starts(flow.handle(f.Tick(), f.CLAIM_S + 0.2))
+    attempts = {row.ticket.trajectory: row.ticket.attempt for row in placed}
+    attempts |= {key: row.ticket.attempt for key, row in flow.open.items()}
+    assert attempts[tickets[0].trajectory] == 2
+
+
+def test_a_load_that_nobody_answered_says_nothing_of_the_version() -> None:
+    flow = make(settings(phase=PHASES[1:], evaluation={"tasks": 0}))
+    joined(flow)
+    flow.handle(f.EngineChanged(node="n", ready=True, version=0), 0.0)
+    assert loads(flow.handle(f.Published(version=1), 0.0)) == [1]
+    for _ in range(10):
+        assert not loads(flow.handle(f.LoadDone(node="n", version=1, ok=False, reached=False), 0.0))
+        assert loads(flow.handle(f.EngineChanged(node="n", ready=True, version=0), 0.0)) == [1]
+
+
+def test_a_run_whose_needed_version_no_engine_takes_fails_aloud() -> None:
+    flow = make(settings(phase=PHASES[1:], evaluation={"tasks": 2}))
+    joined(flow)
+    flow.handle(f.Published(version=0), 0.0)
+    flow.handle(f.EngineChanged(node="n", ready=True, version=5), 0.0)
+    (finish,) = [
+        row
+        for row in flow.handle(f.LoadDone(node="n", version=0, ok=False, refused=True), 0.0)
+        if isinstance(row, f.Finish)
+    ]
+    assert finish.outcome.startswith("failed: no engine takes version 0")
+
+
+@pytest.mark.parametrize("trigger", [{"steps": 100}, {"tokens": 700}, {"trajectories": 21}])
+def test_any_trigger_is_fed(trigger: dict[str, int]) -> None:
+    """With the learner's own replay: enough is admitted that each update fires, whatever counts."""
+    phase = {"name": "rl", "objective": "grpo", "updates": 4, "group_size": 4, "max_lag": 1, **trigger}
+    config = settings(phase=[phase], evaluation={"tasks": 0})
+    flow, replay = make(config), Replay()
+    todo = starts(joined(flow, capacity=64))
+    flow.handle(f.Published(version=0), 0.0)
+    todo += starts(flow.handle(f.EngineChanged(node="n", ready=True, version=0), 0.0))
+    updates = trained = line = 0
+    for _ in range(3000):
+        if updates == 4:
+            break
+        assert todo, f"nothing is admitted, {replay.waiting('rl')} wait, {updates} updates"
+        out = flow.handle(f.AttemptEnded(ended=ended(todo.pop(0).ticket)), 0.0)
+        todo += starts(out)
+        replay.add(((1, line := line + 1), entry) for entry in _ledger(out))
+        chosen = replay.fire(config.phase[0], 0.0)
+        if chosen is not None:
+            updates, trained = updates + 1, trained + len(chosen.entries)
+            todo += starts(
+                flow.handle(f.Updated(phase="rl", phase_update=updates, version=updates, num_trained=trained), 0.0)
+            )
+    assert updates == 4

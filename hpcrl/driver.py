@@ -31,7 +31,8 @@ from hpcrl.rollout.loop import DISK, ended_of
 from hpcrl.store.index import Store
 from hpcrl.store.ledger import LedgerWriter, ProgressReader, UpdateRow, entries, lineage
 from hpcrl.types import Ended, Entry, EnvironmentFamily, HpcrlError, State, StoreError, Task
-from hpcrl.workers import TOPIC, run_ticket
+from hpcrl.workers.guest import TOPIC
+from hpcrl.workers.hosts import run_ticket
 
 logger = logging.getLogger(__name__)
 

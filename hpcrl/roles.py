@@ -87,7 +87,7 @@ async def control(paths: RunPaths, config: Config) -> None:
     from hpcrl.driver import Driver
     from hpcrl.rollout.environments import load_family
     from hpcrl.store.ledger import LedgerWriter
-    from hpcrl.workers import configure_dask, security
+    from hpcrl.workers.guest import configure_dask, security
 
     configure_dask()
     paths.stopped.unlink(missing_ok=True)
@@ -227,7 +227,6 @@ async def _end_without_control(watch: ControlWatch, stop: asyncio.Event) -> None
 
 async def host(paths: RunPaths, config: Config, node: str, index: int, number: int) -> None:
     """An agent loops' process, started by its node's supervisor."""
-    from hpcrl import workers
     from hpcrl.rollout.engine import VllmEngine
     from hpcrl.rollout.environments import load_family
     from hpcrl.rollout.loop import Where
@@ -235,8 +234,10 @@ async def host(paths: RunPaths, config: Config, node: str, index: int, number: i
     from hpcrl.rollout.server import SOCKET
     from hpcrl.rollout.supervisor import Link, engine_folder, node_folder
     from hpcrl.store.link import LogClient
+    from hpcrl.workers.guest import Guest, configure_dask
+    from hpcrl.workers.hosts import Host, serve
 
-    workers.configure_dask()
+    configure_dask()
     pool = pool_of(config.rollout, index)
     folder = node_folder(paths, node)
     renderer = Renderer(paths.model)
@@ -248,16 +249,14 @@ async def host(paths: RunPaths, config: Config, node: str, index: int, number: i
             )
             for k in range(pool.engines)
         ]  # fmt: skip
-        served = workers.Host(
+        served = Host(
             paths, config, where=Where(node=node, job=job_id(), boot_id=boot_id()), capacity=pool.concurrent,
             family=load_family(config.environment.name, config.environment.options), renderer=renderer, log=log,
             engines=engines, supervisor=Link(folder),
         )  # fmt: skip
-        workers.HOST = served
+        serve(served)
         local = folder / f"dask-{number}"
-        guest = workers.Guest(
-            paths, config, f"host-{node}-{number}", served.call, nthreads=pool.concurrent + 8, local=local
-        )
+        guest = Guest(paths, config, f"host-{node}-{number}", served.call, nthreads=pool.concurrent + 8, local=local)
         served.guest = guest
         on_signal(guest.stop.set)
         leave = lambda _: os._exit(3)  # noqa: E731
@@ -275,17 +274,18 @@ async def host(paths: RunPaths, config: Config, node: str, index: int, number: i
 
 
 async def sandbox(paths: RunPaths, config: Config, index: int) -> None:
-    from hpcrl import workers
     from hpcrl.sandbox.backend import find_backend
     from hpcrl.sandbox.pool import Pool
+    from hpcrl.workers.guest import Guest, configure_dask
+    from hpcrl.workers.sandboxes import SandboxNode
 
-    workers.configure_dask()
+    configure_dask()
     settings = pool_of(config.sandbox, index)
     node = f"{node_name()}-s{index}"
     pool = Pool(settings, find_backend())
-    served = workers.SandboxNode(paths, config, pool, settings.sessions)
+    served = SandboxNode(paths, config, pool, settings.sessions)
     local = paths.private() / f"dask-{node}"
-    guest = workers.Guest(paths, config, f"sandbox-{node}", served.call, nthreads=1, local=local)
+    guest = Guest(paths, config, f"sandbox-{node}", served.call, nthreads=1, local=local)
     served.guest = guest
     on_signal(guest.stop.set)
     await served.start()

@@ -195,7 +195,7 @@ class Receipts(threading.Thread):
     def run(self) -> None:
         from distributed import Client
 
-        from hpcrl.workers import TOPIC, configure_dask, security
+        from hpcrl.workers.guest import TOPIC, configure_dask, security
 
         configure_dask()
         paths = RunPaths.of(self._run)

@@ -1,0 +1,165 @@
+"""A Dask worker as a guest of a process; what all such processes share: Dask's settings, TLS, listeners."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import dask
+from distributed import Worker
+from distributed.comm import listen
+from distributed.comm.addressing import parse_host_port
+from distributed.security import Security
+
+from hpcrl.config import Config
+from hpcrl.layout import RunPaths, read_json
+from hpcrl.types import (
+    ConfigError,
+)
+
+logger = logging.getLogger(__name__)
+
+TOPIC = "hpcrl"  # one topic for all receipts: Dask never frees a topic
+
+# Flow decides every retry, placement and cancellation; these take the decisions away from Dask.
+DASK = {
+    "distributed.scheduler.allowed-failures": 0,
+    "distributed.scheduler.work-stealing": False,
+    "distributed.scheduler.worker-saturation": "inf",
+    "distributed.scheduler.active-memory-manager.start": False,
+    "distributed.worker.daemon": False,
+    "distributed.worker.memory.target": False,
+    "distributed.worker.memory.spill": False,
+    "distributed.worker.memory.pause": False,
+    "distributed.worker.memory.terminate": False,
+    "distributed.worker.profile.enabled": False,
+    "distributed.comm.timeouts.connect": "10s",
+    "distributed.comm.require-encryption": True,
+    "distributed.admin.system-monitor.gil.enabled": False,
+    "distributed.scheduler.worker-ttl": "5 minutes",
+}
+
+
+def configure_dask() -> None:
+    dask.config.set(DASK)
+
+
+def security(paths: RunPaths) -> Security:
+    """Mutual TLS with the run's own certificate, by file."""
+    return Security(
+        require_encryption=True,
+        **{
+            f"tls_{key}": str(paths.tls / name)
+            for key, name in (
+                ("ca_file", "ca.pem"),
+                ("scheduler_cert", "cert.pem"),
+                ("scheduler_key", "key.pem"),
+                ("worker_cert", "cert.pem"),
+                ("worker_key", "key.pem"),
+                ("client_cert", "cert.pem"),
+                ("client_key", "key.pem"),
+            )
+        },
+    )
+
+
+class Guest:
+    """Keeps a Dask worker of this process at whatever scheduler the run folder names, until `stop` is set."""
+
+    def __init__(
+        self,
+        paths: RunPaths,
+        config: Config,
+        name: str,
+        call: Callable[[str, Mapping[str, Any]], Awaitable[Any]],
+        *,
+        nthreads: int,
+        local: Path,
+    ) -> None:
+        self._paths, self._config, self._name = paths, config, name
+        self._call, self._nthreads, self._local = call, nthreads, local
+        self.stop = asyncio.Event()
+        self.worker: Worker | None = None
+
+    async def serve(self) -> None:
+        """Returns when `stop` is set, or when no control was there for `launch.control_timeout_s`."""
+        last_seen = time.monotonic()
+        while not self.stop.is_set():
+            scheduler = read_json(self._paths.scheduler)
+            if scheduler is None or not await _listens(scheduler["address"]):
+                if time.monotonic() - last_seen > self._config.launch.control_timeout_s:
+                    logger.warning("no control for %g s: this process ends", self._config.launch.control_timeout_s)
+                    return
+                await self._pause(0.25)
+                continue
+            try:
+                worker = Worker(
+                    scheduler["address"], nthreads=self._nthreads, name=f"{self._name}-{os.getpid()}",
+                    security=security(self._paths), memory_limit=0, host="127.0.0.1", dashboard=False,
+                    port=self._config.launch.ports.replace("-", ":"), local_directory=str(self._local),
+                    death_timeout=15,
+                )  # fmt: skip
+                worker.handlers["hpcrl"] = self._handle
+                async with worker:
+                    self.worker = worker
+                    last_seen = time.monotonic()
+                    logger.info("joined control %s at %s", scheduler["incarnation"], scheduler["address"])
+                    await self._until_left(worker)
+                    last_seen = time.monotonic()
+            except (
+                TimeoutError,
+                OSError,
+                ValueError,
+                RuntimeError,
+            ) as error:  # RuntimeError: what Dask wraps others in
+                logger.info("control at %s can't be joined: %s", scheduler["address"], error)
+                await self._pause(0.5)
+            finally:
+                self.worker = None
+
+    async def _until_left(self, worker: Worker) -> None:
+        stopped = asyncio.create_task(self.stop.wait())
+        finished = asyncio.create_task(worker.finished())
+        try:
+            await asyncio.wait({stopped, finished}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            stopped.cancel()
+            finished.cancel()
+
+    async def _pause(self, seconds: float) -> None:
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self.stop.wait(), seconds)
+
+    async def _handle(self, method: str, arguments: Mapping[str, Any]) -> Any:
+        return await self._call(method, arguments)
+
+
+async def _listens(address: str) -> bool:
+    """Whether anyone is there: a scheduler that was killed leaves its address behind."""
+    host, port = parse_host_port(address.partition("://")[2])
+    try:
+        async with asyncio.timeout(2):
+            _, writer = await asyncio.open_connection(host, port)
+    except (OSError, TimeoutError):
+        return False
+    writer.close()
+    return True
+
+
+async def open_listener(config: Config, secure: Security, serve: Callable[[Any], Awaitable[None]]) -> Any:
+    """Listen with the run's TLS on the first free port of `launch.ports`. Raises ConfigError when none is free."""
+    low, high = config.launch.port_range
+    for port in range(low, high + 1):
+        try:
+            listener = listen(f"tls://127.0.0.1:{port}", serve, **secure.get_listen_args("worker"))
+            await listener
+        except OSError:
+            continue
+        return listener
+    raise ConfigError(f"launch.ports: no free port in {config.launch.ports}; give a wider range")

@@ -1,0 +1,276 @@
+"""Hosts: processes that run agent loops, a few hundred each. A Dask task only attaches to its loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import Any, Protocol
+
+from hpcrl.config import Config
+from hpcrl.layout import RunPaths
+from hpcrl.rollout.loop import AttemptFault, History, Loop, Where, history_of, unbegun
+from hpcrl.rollout.render import Renderer
+from hpcrl.rollout.scripted import ScriptedEngine
+from hpcrl.store.index import Store
+from hpcrl.store.link import LogClient
+from hpcrl.types import (
+    Cause,
+    Ended,
+    Engine,
+    Environment,
+    EnvironmentFamily,
+    Fault,
+    Receipt,
+    State,
+    Ticket,
+)
+from hpcrl.workers.guest import TOPIC, Guest, security
+from hpcrl.workers.sandboxes import Line, NoSandbox, RemoteSandbox
+
+logger = logging.getLogger(__name__)
+
+EVENT_S = 0.02  # least time between two event messages of a worker
+
+
+class Supervisor(Protocol):
+    """What a host asks of its node's supervisor."""
+
+    async def call(self, method: str, **arguments: Any) -> Any: ...
+
+
+class Busy:
+    """Measures for what share of the time at least one request was in an engine."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._running = 0
+        self._since = 0.0
+        self.busy_s = 0.0
+        self.tokens = 0
+
+    async def generate(self, *args: Any, **kwargs: Any) -> Any:
+        if not self._running:
+            self._since = time.monotonic()
+        self._running += 1
+        try:
+            generation = await self._engine.generate(*args, **kwargs)
+            self.tokens += len(generation.ids)
+            return generation
+        finally:
+            self._running -= 1
+            if not self._running:
+                self.busy_s += time.monotonic() - self._since
+
+    def total_s(self) -> float:
+        return self.busy_s + (time.monotonic() - self._since if self._running else 0.0)
+
+    @property
+    def running(self) -> int:
+        return self._running
+
+    async def stats(self) -> Any:
+        return await self._engine.stats()
+
+    async def close(self) -> None:
+        await self._engine.close()
+
+
+class Host:
+    """Runs agent loops. Loops belong to it; the Dask task of a trajectory only attaches to its loop."""
+
+    def __init__(
+        self,
+        paths: RunPaths,
+        config: Config,
+        *,
+        where: Where,
+        capacity: int,
+        family: EnvironmentFamily,
+        renderer: Renderer,
+        log: LogClient,
+        engines: Sequence[Engine],
+        supervisor: Supervisor,
+    ) -> None:
+        self._paths, self._config, self._where, self._capacity = paths, config, where, capacity
+        self._family, self._renderer, self._log, self._supervisor = family, renderer, log, supervisor
+        self._engines = [Busy(engine) for engine in engines]
+        self._security = security(paths)
+        self._lines: dict[str, Line] = {}
+        self._loops: dict[str, tuple[Ticket, Loop, asyncio.Task[Ended]]] = {}
+        self._store: Store | None = None
+        self._receipts: list[Receipt] = []
+        self._incarnation = 0
+        self.guest: Guest | None = None
+
+    # -- tickets --
+
+    async def attach(self, ticket: Ticket) -> dict[str, Any]:
+        """Run this attempt, or wait for the loop that already does, and say how it ended.
+
+        Raises ValueError for a ticket of a lower attempt or of a lower control than this host has seen.
+        """
+        if ticket.incarnation < self._incarnation:
+            raise ValueError(f"{ticket.trajectory}: granted by control {ticket.incarnation}, now {self._incarnation}")
+        self._incarnation = ticket.incarnation
+        held = self._loops.get(ticket.trajectory)
+        if held is not None and held[0].attempt > ticket.attempt:
+            raise ValueError(f"{ticket.trajectory}: attempt {ticket.attempt} came after {held[0].attempt}")
+        if held is not None and held[0].attempt < ticket.attempt:
+            await self._end_loop(ticket.trajectory)
+            held = None
+        task = held[2] if held is not None else await self._begin(ticket)
+        try:
+            ended = await asyncio.shield(task)
+        except asyncio.CancelledError:
+            if task.cancelled():  # parked or abandoned, not our own waiting that was cut off
+                raise ValueError(f"{ticket.trajectory}: attempt {ticket.attempt} was let go") from None
+            raise
+        if self._loops.get(ticket.trajectory, (None, None, None))[2] is task:
+            del self._loops[ticket.trajectory]
+        return ended.to_json()
+
+    async def _begin(self, ticket: Ticket) -> asyncio.Future[Ended]:
+        history: History | None = None
+        environment: Environment | None = None
+        if ticket.adopt:
+            found = self._adopted(ticket.adopt)
+            if isinstance(found, Ended):
+                return _already(replace(found, attempt=ticket.attempt))
+            history = found
+        if ticket.verdict is None:
+            try:
+                environment = self._family.make(ticket.task, ticket.seed)
+            except Exception as error:  # the environment's own code
+                text = f"{type(error).__name__}: {error}"
+                fault = Fault(cause=Cause.ENVIRONMENT, where=f"{ticket.task.environment}.make", message=text)
+                return _already(unbegun(ticket, fault))
+        if ticket.kind == "expert":
+            engine: Engine = ScriptedEngine(self._expert(ticket), self._renderer)
+        else:
+            engine = min(self._engines, key=lambda engine: engine.running)
+        sandbox = self._sandbox(ticket)
+        loop = Loop(
+            ticket, engine=engine, environment=environment, sandbox=sandbox, log=self._log, renderer=self._renderer,
+            where=self._where, history=history, on_receipt=self._receipts.append,
+        )  # fmt: skip
+        task = asyncio.create_task(self._run(loop, sandbox), name=ticket.trajectory)
+        self._loops[ticket.trajectory] = (ticket, loop, task)
+        return task
+
+    async def _run(self, loop: Loop, sandbox: RemoteSandbox | NoSandbox) -> Ended:
+        try:
+            return await loop.run()
+        finally:
+            with contextlib.suppress(AttemptFault, asyncio.CancelledError):
+                await asyncio.shield(sandbox.release())
+
+    def _expert(self, ticket: Ticket) -> Callable[[str], str]:
+        return lambda transcript: self._family.expert(ticket.task, transcript, ticket.seed)
+
+    def _sandbox(self, ticket: Ticket) -> RemoteSandbox | NoSandbox:
+        if not ticket.sandbox:
+            return NoSandbox()
+        line = self._lines.get(ticket.sandbox)
+        if line is None:
+            line = self._lines[ticket.sandbox] = Line(ticket.sandbox, self._security)
+        return RemoteSandbox(line, ticket.trajectory, ticket.attempt)
+
+    def _adopted(self, head: str) -> History | Ended:
+        if self._store is None:
+            self._store = Store(self._paths, open_segments=True)
+        self._store.refresh()
+        return history_of(self._store, head)
+
+    async def _end_loop(self, trajectory: str, *, cancelled: bool = False) -> None:
+        held = self._loops.pop(trajectory, None)
+        if held is None:
+            return
+        _, loop, task = held
+        task.cancel()
+        await asyncio.wait({task})
+        if cancelled and task.cancelled():
+            loop.cancelled()
+
+    # -- calls of the driver --
+
+    async def call(self, method: str, arguments: Mapping[str, Any]) -> Any:
+        match method:
+            case "describe":
+                self._incarnation = max(self._incarnation, arguments["incarnation"])
+                return {
+                    "role": "host",
+                    "node": self._where.node,
+                    "capacity": self._capacity,
+                    "held": [(key, ticket.attempt) for key, (ticket, _, _) in self._loops.items()],
+                }
+            case "stats":
+                return self.stats()
+            case "abandon":
+                held = self._loops.get(arguments["trajectory"])
+                if held is not None and held[0].attempt <= arguments["attempt"]:
+                    await self._end_loop(arguments["trajectory"], cancelled=arguments["cancelled"])
+                return None
+            case "park":
+                await self.park()
+                return None
+            case "supervisor":
+                return await self._supervisor.call(**arguments)
+        raise ValueError(f"a host has no method {method!r}")
+
+    async def park(self) -> None:
+        """End every loop at what is stored; the trajectories stay open, to be continued."""
+        for trajectory in list(self._loops):
+            await self._end_loop(trajectory)
+        await self._log.flush()
+
+    def stats(self) -> dict[str, Any]:
+        loops = [loop for _, loop, _ in self._loops.values()]
+        return {
+            "running": sum(loop.state is State.RUNNING for loop in loops),
+            "waiting": sum(loop.state is State.WAITING_TOOL for loop in loops),
+            "tokens": sum(engine.tokens for engine in self._engines),
+            "busy_s": sum(engine.total_s() for engine in self._engines) / max(1, len(self._engines)),
+            "mono": time.monotonic(),
+        }
+
+    async def announce(self) -> None:
+        """Stream receipts to the driver: hints for speed, so what a missing scheduler can't take is dropped."""
+        while True:
+            await asyncio.sleep(EVENT_S)
+            if self._receipts:
+                rows, self._receipts[:] = [asdict(receipt) for receipt in self._receipts], []
+                worker = self.guest.worker if self.guest else None
+                if worker is not None:
+                    with contextlib.suppress(Exception):
+                        worker.log_event(TOPIC, rows)
+
+    async def close(self) -> None:
+        await self.park()
+        for line in self._lines.values():
+            line.close()
+        for engine in self._engines:
+            await engine.close()
+
+
+def _already(ended: Ended) -> asyncio.Future[Ended]:
+    future: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
+    future.set_result(ended)
+    return future
+
+
+_HOSTS: list[Host] = []  # this process's host, for the Dask task below
+
+
+def serve(host: Host) -> None:
+    """Make `host` the one that this process's Dask tasks attach to."""
+    _HOSTS[:] = [host]
+
+
+async def run_ticket(ticket: Ticket) -> dict[str, Any]:
+    """The Dask task of one attempt of a trajectory: attaches to its loop, returns `Ended` as JSON."""
+    (host,) = _HOSTS
+    return await host.attach(ticket)

@@ -1,0 +1,220 @@
+"""Sandbox nodes, and the lines by which hosts call them, worker to worker."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from distributed.batched import BatchedSend
+from distributed.comm import connect
+from distributed.security import Security
+
+from hpcrl.config import Config
+from hpcrl.layout import RunPaths
+from hpcrl.rollout.loop import AttemptFault
+from hpcrl.sandbox.pool import Pool
+from hpcrl.types import (
+    Cause,
+    CommandResult,
+    Fault,
+)
+from hpcrl.workers.guest import Guest, open_listener, security
+
+logger = logging.getLogger(__name__)
+
+LINE_S = 0.002  # what gathers in that time goes between host and sandbox node as one message
+
+
+class SandboxNode:
+    """Serves a pool of sandboxes to hosts, over a listener of its own that outlives the Dask worker."""
+
+    def __init__(self, paths: RunPaths, config: Config, pool: Pool, capacity: int) -> None:
+        self._paths, self._config, self._pool, self._capacity = paths, config, pool, capacity
+        self._listener: Any = None
+        self.guest: Guest | None = None
+
+    async def start(self) -> None:
+        self._listener = await open_listener(self._config, security(self._paths), self._serve)
+
+    async def call(self, method: str, arguments: Mapping[str, Any]) -> Any:
+        match method:
+            case "describe":
+                return {"role": "sandbox", "address": self._listener.contact_address, "capacity": self._capacity}
+            case "stop":
+                assert self.guest is not None
+                self.guest.stop.set()
+                return None
+        raise ValueError(f"a sandbox node has no method {method!r}")
+
+    async def close(self) -> None:
+        if self._listener is not None:
+            stopping = self._listener.stop()
+            if asyncio.iscoroutine(stopping):
+                await stopping
+        await self._pool.close()
+
+    async def _serve(self, comm: Any) -> None:
+        """One host's line: calls come in, each is served beside the others, answers go back in any order."""
+        answers = BatchedSend(interval=LINE_S)
+        answers.start(comm)
+        calls: set[asyncio.Task[None]] = set()
+        leases: set[tuple[str, int]] = set()
+        try:
+            while True:
+                for message in await comm.read():
+                    task = asyncio.create_task(self._answer(answers, leases, message))
+                    calls.add(task)
+                    task.add_done_callback(calls.discard)
+        except OSError:
+            pass  # the host went away; its trajectories are taken up by flow
+        finally:
+            for task in calls:
+                task.cancel()
+            answers.abort()
+            for trajectory, attempt in leases:  # the host will not give them back
+                await self._pool.release(trajectory, attempt)
+
+    async def _answer(self, answers: Any, leases: set[tuple[str, int]], message: dict[str, Any]) -> None:
+        try:
+            value = await self._perform(leases, **message["call"])
+            answer = {"id": message["id"], "value": value}
+        except Exception as error:
+            answer = {"id": message["id"], "error": f"{type(error).__name__}: {error}"}
+        with contextlib.suppress(OSError):
+            answers.send(answer)
+
+    async def _perform(
+        self,
+        leases: set[tuple[str, int]],
+        op: str,
+        trajectory: str,
+        attempt: int,
+        first: bool = False,
+        **arguments: Any,
+    ) -> Any:
+        if op == "release":
+            leases.discard((trajectory, attempt))
+            return await self._pool.release(trajectory, attempt)
+        if first:
+            await self._pool.acquire(trajectory, attempt)
+            leases.add((trajectory, attempt))
+        lease = self._pool.lease(trajectory, attempt)  # a lost one is never silently a fresh one
+        match op:
+            case "run":
+                return asdict(await lease.run(**arguments))
+            case "write":
+                return await lease.write(**arguments)
+            case "read":
+                return await lease.read(**arguments)
+        raise ValueError(f"a sandbox has no operation {op!r}")
+
+
+class Line:
+    """A host's one connection to a sandbox node; many calls share it."""
+
+    def __init__(self, address: str, secure: Security) -> None:
+        self._address, self._secure = address, secure
+        self._calls: Any = None  # what sends them, several in one message
+        self._opening = asyncio.Lock()
+        self._waiting: dict[int, asyncio.Future[Any]] = {}
+        self._reader: asyncio.Task[None] | None = None
+        self._number = 0
+
+    async def call(self, **call: Any) -> Any:
+        """Raises AttemptFault: PLATFORM when the node can't be reached, ENVIRONMENT when the sandbox refuses."""
+        try:
+            async with self._opening:
+                if self._calls is None or self._calls.closed():
+                    await self._open()
+            self._number += 1
+            answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+            self._waiting[self._number] = answer
+            self._calls.send({"id": self._number, "call": call})
+            message = await answer
+        except OSError as error:
+            text = f"sandbox node {self._address}: {error}"
+            raise AttemptFault(Fault(cause=Cause.PLATFORM, where="sandbox", message=text)) from error
+        if "error" in message:
+            raise AttemptFault(Fault(cause=Cause.ENVIRONMENT, where="sandbox", message=message["error"]))
+        return message["value"]
+
+    async def _open(self) -> None:
+        comm = await connect(self._address, timeout=5, **self._secure.get_connection_args("worker"))
+        self._calls = BatchedSend(interval=LINE_S)
+        self._calls.start(comm)
+        self._reader = asyncio.create_task(self._read(comm))
+
+    async def _read(self, comm: Any) -> None:
+        error = ConnectionError("closed")
+        try:
+            while True:
+                for message in await comm.read():
+                    answer = self._waiting.pop(message["id"], None)
+                    if answer is not None and not answer.done():
+                        answer.set_result(message)
+        except OSError as failure:
+            error = ConnectionError(str(failure))
+        finally:
+            self._calls.abort()
+            waiting, self._waiting = self._waiting, {}
+            for answer in waiting.values():
+                if not answer.done():
+                    answer.set_exception(error)
+
+    def close(self) -> None:
+        if self._reader is not None:
+            self._reader.cancel()
+        if self._calls is not None:
+            self._calls.abort()
+
+
+class RemoteSandbox:
+    """A trajectory's sandbox on another node (implements types.Sandbox); its first call takes one from the pool."""
+
+    def __init__(self, line: Line, trajectory: str, attempt: int) -> None:
+        self._line, self._who = line, {"trajectory": trajectory, "attempt": attempt}
+        self._held = False
+
+    async def run(
+        self, command: Sequence[str], *, stdin: bytes = b"", timeout_s: float = 30.0, cap_bytes: int = 65536
+    ) -> CommandResult:
+        row = await self._call(
+            op="run", command=list(command), stdin=stdin, timeout_s=timeout_s, cap_bytes=cap_bytes
+        )  # fmt: skip
+        return CommandResult(**row)
+
+    async def write(self, files: Mapping[str, bytes]) -> None:
+        await self._call(op="write", files=dict(files))
+
+    async def read(self, path: str, *, cap_bytes: int = 1 << 20) -> bytes:
+        data: bytes = await self._call(op="read", path=path, cap_bytes=cap_bytes)
+        return data
+
+    async def release(self) -> None:
+        if self._held:
+            await self._line.call(op="release", **self._who)
+
+    async def _call(self, **call: Any) -> Any:
+        first, self._held = not self._held, True
+        return await self._line.call(**call, **self._who, first=first)
+
+
+class NoSandbox:
+    """For environments that need none."""
+
+    async def run(self, command: Sequence[str], **_: Any) -> CommandResult:
+        raise RuntimeError("this run has no sandbox pool: add a [[sandbox]] table")
+
+    async def write(self, files: Mapping[str, bytes]) -> None:
+        await self.run(())
+
+    async def read(self, path: str, **_: Any) -> bytes:
+        await self.run(())
+        return b""
+
+    async def release(self) -> None:
+        return None

@@ -274,12 +274,12 @@ class Driver:
         self._handle(f.AttemptLost(trajectory=ticket.trajectory, attempt=ticket.attempt, message=message))
 
     async def _call(self, worker: str, method: str, /, **arguments: Any) -> Any:
-        """A call to a host or sandbox node, directly. None when it doesn't answer in time."""
+        """A call to a host or sandbox node, directly. None when it doesn't answer in time, or answers that it failed."""
         limit_s = LOAD_S if arguments.get("method") == "load" else CALL_S
         try:
             async with asyncio.timeout(limit_s):
                 return await self._scheduler.rpc(worker).hpcrl(method=method, arguments=arguments)
-        except (TimeoutError, OSError) as error:
+        except Exception as error:  # whatever the other side raised, Dask gives as a bare Exception
             logger.info("%s of %s: %s: %s", method, worker, type(error).__name__, error)
             return None
 

@@ -117,44 +117,35 @@ def node(live: Running) -> dict[str, list[int]]:
     return row
 
 
-def test_stop_and_resume(tiny_model: Path, tmp_path: Path) -> None:
+def test_stop_and_resume_then_kill_all_and_resume(tiny_model: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    config = write_config(tmp_path, tiny_model, updates=12, tasks=4)
+    config = write_config(tmp_path, tiny_model, updates=20, tasks=4)
     with running("train", config, "--run", run, run=run) as live:
         live.until("some RL updates", lambda row: row["phases"]["rl"][0] >= 3)
         live.process.send_signal(signal.SIGINT)  # Ctrl-C
         assert live.wait() == 0, live.tail()
     assert nothing_left(run)
     before = json.loads(hpcrl("status", run, "--json").stdout)
-    assert before["state"] == "stopped" and 7 <= before["updates"]["done"] < 16
+    assert before["state"] == "stopped" and 7 <= before["updates"]["done"] < 20
     verified(run)
     refused = hpcrl("resume", run, "--set", "rl.lr=0.5")
     assert refused.returncode == 2 and "phase.rl.lr is fixed for this run: it was 0.0001, now 0.5" in refused.stderr
+    # Resumed, everything is killed at once, the command too; and resumed again.
+    with running("resume", run, run=run) as live:
+        live.until("an update more", lambda row: row["updates"]["done"] > before["updates"]["done"])
+        live.process.kill()
+        for process in processes_of(run):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+    assert nothing_left(run)
+    assert json.loads(hpcrl("status", run, "--json").stdout)["state"] == "broken off"
     with running("resume", run, run=run) as live:
         assert live.wait() == 0, live.tail()
     assert nothing_left(run)
     after = json.loads(hpcrl("status", run, "--json").stdout)
-    assert after["state"] == "done" and after["updates"]["done"] == 16
+    assert after["state"] == "done" and after["updates"]["done"] == 24
     assert verified(run)["trained_twice"] == 0
     rows = [update for update in lineage(RunPaths.of(run)) if update.trajectories]
-    assert [update.update for update in rows] == list(range(1, 17))
+    assert [update.update for update in rows] == list(range(1, 25))
     versions = [update.version for update in rows if update.version >= 0]
     assert all(one < two for one, two in itertools.pairwise(versions)), "version numbers never go back"
-
-
-def test_everything_killed_at_once_then_resumed(tiny_model: Path, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    config = write_config(tmp_path, tiny_model, updates=6, tasks=4)
-    with running("train", config, "--run", run, run=run) as live:
-        live.until("the first RL update", lambda row: row["phases"]["rl"][0] >= 1)
-        live.process.kill()
-        victims = processes_of(run)
-        for process in victims:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-    assert nothing_left(run)
-    with running("resume", run, run=run) as live:
-        assert live.wait() == 0, live.tail()
-    assert nothing_left(run)
-    assert verified(run)["trained_twice"] == 0
-    assert json.loads(hpcrl("status", run, "--json").stdout)["state"] == "done"

@@ -274,7 +274,7 @@ class Driver:
         self._handle(f.AttemptLost(trajectory=ticket.trajectory, attempt=ticket.attempt, message=message))
 
     async def _call(self, worker: str, method: str, /, **arguments: Any) -> Any:
-        """A call to a host or sandbox node, directly. None when it doesn't answer in time, or answers that it failed."""
+        """A call to a host or sandbox node, directly. None when it doesn't answer in time, or failed."""
         limit_s = LOAD_S if arguments.get("method") == "load" else CALL_S
         try:
             async with asyncio.timeout(limit_s):

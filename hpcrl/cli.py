@@ -1,4 +1,7 @@
-"""The `hpcrl` command. Exit codes: 0 done, 1 the run failed, 2 the user's mistake."""
+"""The `hpcrl` command. Exit codes: 0 done, 1 the run failed, 2 the user's mistake.
+
+Over 400 lines, since it is one short function per command, and what `train` and `resume` share.
+"""
 
 from __future__ import annotations
 

@@ -3,6 +3,8 @@
 Dask (workers come and go, tasks end) -+
 progress/ (updates, versions) ---------+--> events -> Flow -> instructions -> tickets, ledger, loads, evals/
 control/inbox (commands) --------------+
+
+Over 400 lines, since one object meets all of the world's events; each watcher in it reads by itself.
 """
 
 from __future__ import annotations

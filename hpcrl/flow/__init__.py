@@ -1,61 +1,6 @@
 """Decisions only (machine.py), in the words of words.py."""
 
-from hpcrl.flow.machine import CLAIM_S, MAX_LOAD_FAILURES, Flow
-from hpcrl.flow.words import (
-    Abandon,
-    AttemptEnded,
-    AttemptLost,
-    EngineChanged,
-    EvaluationResult,
-    Event,
-    Finish,
-    HostJoined,
-    HostLeft,
-    Instruction,
-    Load,
-    LoadDone,
-    Promote,
-    Published,
-    RecordEvaluation,
-    Restored,
-    SandboxJoined,
-    SandboxLeft,
-    Start,
-    StopAsked,
-    Submitted,
-    Tasks,
-    Tick,
-    Updated,
-    WriteLedger,
-)
-
-__all__ = [
-    "CLAIM_S",
-    "MAX_LOAD_FAILURES",
-    "Abandon",
-    "AttemptEnded",
-    "AttemptLost",
-    "EngineChanged",
-    "EvaluationResult",
-    "Event",
-    "Finish",
-    "Flow",
-    "HostJoined",
-    "HostLeft",
-    "Instruction",
-    "Load",
-    "LoadDone",
-    "Promote",
-    "Published",
-    "RecordEvaluation",
-    "Restored",
-    "SandboxJoined",
-    "SandboxLeft",
-    "Start",
-    "StopAsked",
-    "Submitted",
-    "Tasks",
-    "Tick",
-    "Updated",
-    "WriteLedger",
-]
+from hpcrl.flow.machine import CLAIM_S as CLAIM_S
+from hpcrl.flow.machine import MAX_LOAD_FAILURES as MAX_LOAD_FAILURES
+from hpcrl.flow.machine import Flow as Flow
+from hpcrl.flow.words import *  # noqa: F403 (all of them are the public words)

@@ -5,6 +5,8 @@
 Knows an engine, an environment, a sandbox and a log; nothing of Dask or of who asked. An `act` is handed to the log
 before its calls run, and awaited there when a call's effects leave the sandbox; commits never hold up the next
 generation, and a trajectory has ended only when all its records are durable.
+
+Over 400 lines, since the loop and the records that it writes are one thing: what is recorded is what can be resumed.
 """
 
 from __future__ import annotations

@@ -101,7 +101,7 @@ class Running:
     def status(self) -> dict[str, Any]:
         return read_json(RunPaths(self.run).heartbeat) or {}
 
-    def until(self, what: str, condition: Callable[[dict[str, Any]], bool], timeout: float = 180) -> dict[str, Any]:
+    def until(self, what: str, condition: Callable[[dict[str, Any]], bool], timeout: float = 400) -> dict[str, Any]:
         """Wait for a condition on control's status; fail with the run's output when it does not come."""
         until = time.monotonic() + timeout
         while time.monotonic() < until:
@@ -116,7 +116,7 @@ class Running:
     def tail(self) -> str:
         return self.output.read_text(errors="replace")[-3000:]
 
-    def wait(self, timeout: float = 240) -> int:
+    def wait(self, timeout: float = 400) -> int:
         try:
             return self.process.wait(timeout)
         except subprocess.TimeoutExpired:

@@ -79,7 +79,7 @@ def test_not_a_run_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.vllm
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_disk_that_fills_up(tiny_model: Path, tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()

@@ -23,7 +23,7 @@ from hpcrl.store.ledger import lineage
 from hpcrl.store.records import Kind
 from hpcrl.types import Receipt
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
 
 
 def test_a_run_from_start_to_end(tiny_model: Path, tmp_path: Path) -> None:

@@ -80,7 +80,7 @@ def write_config(folder: Path, model: Path, *, updates: int = 3, tasks: int = 8,
     return path
 
 
-def hpcrl(*words: object, timeout: float = 120, **options: Any) -> subprocess.CompletedProcess[str]:
+def hpcrl(*words: object, timeout: float = 400, **options: Any) -> subprocess.CompletedProcess[str]:
     command = [*HPCRL, *map(str, words)]
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False, **options)
 

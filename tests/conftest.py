@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,16 @@ asyncio.run(process.start())
 print("started", flush=True)
 time.sleep(1000)
 """
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """With HPCRL_NO_SKIPS (the gate sets it) a test that would skip fails, with its reason."""
+    report = yield
+    if report.skipped and os.environ.get("HPCRL_NO_SKIPS"):
+        report.outcome = "failed"
+        report.longrepr = f"{item.nodeid} may not be skipped here: {report.longrepr}"
+    return report
 
 
 @dataclass

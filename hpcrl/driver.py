@@ -29,7 +29,7 @@ from hpcrl.config import Config
 from hpcrl.fleet import Fleet
 from hpcrl.layout import RunPaths, is_full, publish, publish_json, read_json
 from hpcrl.observe.summary import plot
-from hpcrl.rollout.loop import DISK, ended_of
+from hpcrl.rollout.loop import DISK
 from hpcrl.store.index import Store
 from hpcrl.store.ledger import LedgerWriter, ProgressReader, UpdateRow, entries, lineage
 from hpcrl.types import Ended, Entry, EnvironmentFamily, HpcrlError, State, StoreError, Task
@@ -116,7 +116,7 @@ def restore(paths: RunPaths, config: Config, store: Store, rows: Sequence[Update
         if row_ is not None:
             evaluations[path.stem] = f.EvaluationResult(**row_)
     evaluations = dict(sorted(evaluations.items(), key=lambda item: item[1].version))
-    counted: Counter[str] = Counter()
+    counts = f.Counts()
     ended: dict[str, Ended] = {}
     attempts: dict[str, int] = {}
     num_groups: dict[str, int] = {}
@@ -127,18 +127,19 @@ def restore(paths: RunPaths, config: Config, store: Store, rows: Sequence[Update
             if label.startswith(prefix):
                 num_groups[name] = max(num_groups.get(name, 0), int(label.removeprefix(prefix)) + 1)
         evaluated = info.kind == "eval" and info.phase in evaluations
-        if info.status == State.CANCELLED or info.group in groups_done or evaluated:
-            counted[info.status] += 1
-            continue
-        if info.status == "open":
+        end = store.ended(info.head)
+        if end is None:
             attempts[info.trajectory] = info.attempt
+        elif end.status is State.CANCELLED or end.group in groups_done or evaluated:
+            counts.admitted += 1
+            counts.end(end)
         else:
-            ended[info.trajectory] = ended_of(store.record(info.head))
+            ended[info.trajectory] = end
     published = [int(path.parent.name[1:]) for path in paths.weights.glob("v*/manifest.json")]
     return f.Restored(
         ledgered=ledgered, trained=trained, updates=updates, versions=versions, newest=max(published, default=-1),
         groups_done=frozenset(groups_done), ended=ended, attempts=attempts, num_groups=num_groups,
-        evaluations=evaluations, units=units, counted=counted,
+        evaluations=evaluations, units=units, counts=counts,
     )  # fmt: skip
 
 
@@ -157,6 +158,7 @@ class Driver:
         self._ledger = ledger
         self._store = Store(paths, open_segments=True)
         self._store.refresh()
+        self._reading = asyncio.Lock()  # of the store, which isn't thread-safe
         self._stream = TaskStream(family, config.seed)
         self._progress = ProgressReader(paths)
         rows = self._progress.read()
@@ -164,7 +166,7 @@ class Driver:
         self.flow = f.Flow(config, self._stream, restored, incarnation=ledger.incarnation, now=time.monotonic())
         self._trained = Counter(restored.trained)
         learnt = any(row.done for row in rows)
-        self._fleet = Fleet(paths, config)
+        self._fleet = Fleet(paths, config, ledger.incarnation)
         if learnt:
             self._fleet.done.add("learner")
         self._arrivals: asyncio.Queue[tuple[str, str]] = asyncio.Queue()
@@ -250,14 +252,18 @@ class Driver:
     async def _attach(self, ticket: Any, host: str) -> None:
         """One attempt as a Dask task: submit, wait, tell flow how it ended."""
         if ticket.attempt > 1 and not ticket.adopt:
-            self._store.refresh()
-            ticket = replace(ticket, adopt=self._store.head(ticket.trajectory) or "")
+            async with self._reading:
+                await asyncio.to_thread(self._store.refresh)
+                ticket = replace(ticket, adopt=self._store.head(ticket.trajectory) or "")
+            row = self.flow.open.get(ticket.trajectory)
+            if row is None or row.ticket.attempt != ticket.attempt:
+                return  # given up meanwhile
         key = f"{ticket.trajectory}.{ticket.attempt}.{self._ledger.incarnation}"
         try:
             future = self._client.submit(
                 run_ticket, ticket, key=key, workers=[host], allow_other_workers=False, pure=False, retries=0
             )
-            row = await future
+            answer = await future
         except asyncio.CancelledError:
             me = asyncio.current_task()
             if me is not None and me.cancelling():
@@ -266,7 +272,7 @@ class Driver:
         except Exception as error:
             self._lost(ticket, f"{type(error).__name__}: {error}")
         else:
-            ended = Ended.from_json(row)
+            ended = Ended.from_json(answer)
             if ended.fault is not None and ended.fault.where == DISK:
                 self._handle(f.StopAsked(reason=self._full()))
             self._handle(f.AttemptEnded(ended=ended))
@@ -331,7 +337,7 @@ class Driver:
             self._handle(f.SandboxJoined(sandbox=role["address"], capacity=role["capacity"]))
             return
         await self._look_at(worker, role["node"])
-        held = [(trajectory, attempt) for trajectory, attempt in role["held"]]
+        held = [(trajectory, attempt, sandbox) for trajectory, attempt, sandbox in role["held"]]
         if worker in self._roles:
             self._handle(f.HostJoined(host=worker, node=role["node"], capacity=role["capacity"], held=held))
 

@@ -22,8 +22,8 @@ RANKS_START_S = 10.0  # in which a learner's ranks are all started
 class Fleet:
     """The jobs of a run but control's own. Jobs that an earlier control left running are taken over, not replaced."""
 
-    def __init__(self, paths: RunPaths, config: Config) -> None:
-        self._paths, self._config = paths, config
+    def __init__(self, paths: RunPaths, config: Config, control: int) -> None:
+        self._paths, self._config, self._control = paths, config, control
         self.wanted: dict[tuple[Role, int], Job | None] = {}
         counts: tuple[tuple[Role, int], ...] = (
             ("rollout", sum(pool.jobs for pool in config.rollout)),
@@ -62,7 +62,7 @@ class Fleet:
                     return (
                         f"{role}-{index} died {self.deaths[role, index]} times without an update in between: see {log}"
                     )
-            self._submitting = asyncio.create_task(submit_async(self._paths, role, index))
+            self._submitting = asyncio.create_task(submit_async(self._paths, role, index, self._control))
             self.wanted[role, index] = await asyncio.shield(self._submitting)
             deaths = self.deaths[role, index]
             self._not_before[role, index] = now + min(2.0 ** (deaths - 1), 30.0) if deaths else now

@@ -22,7 +22,7 @@ from typing import Any, Literal
 import psutil
 
 from hpcrl.config import Config, load_resolved
-from hpcrl.layout import Appender, RunPaths, publish, read_lines
+from hpcrl.layout import Appender, ProcessId, RunPaths, publish, read_lines
 from hpcrl.types import ConfigError, HpcrlError
 
 Role = Literal["control", "rollout", "sandbox", "learner"]
@@ -39,17 +39,15 @@ class Job:
     role: Role
     index: int
     id: str
-    created: float  # start time of the process, seconds since the epoch: tells a pid from a later namesake
+    start: int  # of that process, as ProcessId tells it from a later namesake
+    boot: str
     wall: float  # when it was submitted
 
     @property
     def process(self) -> psutil.Process | None:
-        try:
-            process = psutil.Process(int(self.id))
-            if abs(process.create_time() - self.created) < 1 and process.status() != psutil.STATUS_ZOMBIE:
-                return process
-        except psutil.Error:
-            pass
+        if ProcessId(int(self.id), self.start, self.boot).lives():
+            with contextlib.suppress(psutil.Error):
+                return psutil.Process(int(self.id))
         return None
 
     @property
@@ -99,23 +97,26 @@ def record(paths: RunPaths, event: str, **fields: Any) -> None:
         appender.close()
 
 
-def submit(paths: RunPaths, role: Role, index: int = 0) -> Job:
-    """Submit one job. Raises HpcrlError with the executor's own words when it is refused."""
-    done = subprocess.run(_helper(paths, role, index), capture_output=True, start_new_session=True, check=False)
+def submit(paths: RunPaths, role: Role, index: int = 0, control: int = 0) -> Job:
+    """Submit one job, for the control of that incarnation. Raises HpcrlError with the executor's own words when it is
+    refused."""
+    done = subprocess.run(
+        _helper(paths, role, index, control), capture_output=True, start_new_session=True, check=False
+    )
     return _submitted(role, index, done.returncode, done.stdout, done.stderr)
 
 
-async def submit_async(paths: RunPaths, role: Role, index: int = 0) -> Job:
+async def submit_async(paths: RunPaths, role: Role, index: int, control: int) -> Job:
     """`submit` without holding up the event loop."""
     process = await asyncio.create_subprocess_exec(
-        *_helper(paths, role, index), stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+        *_helper(paths, role, index, control), stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
     )
     out, err = await process.communicate()
     return _submitted(role, index, process.returncode, out, err)
 
 
-def _helper(paths: RunPaths, role: Role, index: int) -> Sequence[str]:
-    return (sys.executable, "-m", "hpcrl.roles", "submit", str(paths.root), role, str(index))
+def _helper(paths: RunPaths, role: Role, index: int, control: int) -> Sequence[str]:
+    return (sys.executable, "-m", "hpcrl.roles", "submit", str(paths.root), role, str(index), str(control))
 
 
 def _submitted(role: Role, index: int, code: int | None, out: bytes, err: bytes) -> Job:
@@ -175,8 +176,8 @@ def check_devices(config: Config) -> None:
         )
 
 
-def submit_here(paths: RunPaths, role: Role, index: int, body: Callable[[str, str, int], None]) -> None:
-    """The helper's part: hand one job, which is to run `body`, to submitit; record it, and print the record.
+def submit_here(paths: RunPaths, role: Role, index: int, control: int, body: Callable[..., None]) -> None:
+    """The helper's part: hand one job, `body(root, role, index, control)`, to submitit; record it, print the record.
 
     It records itself, so that a job is known even when whoever asked for it died meanwhile.
     """
@@ -198,8 +199,10 @@ def submit_here(paths: RunPaths, role: Role, index: int, body: Callable[[str, st
     null = os.open(os.devnull, os.O_RDWR)
     for fd in (0, 1, 2):
         os.dup2(null, fd)
-    submitted = executor.submit(body, str(paths.root), role, index)
-    created = psutil.Process(int(submitted.job_id)).create_time()
-    job = Job(role=role, index=index, id=submitted.job_id, created=created, wall=time.time())
+    submitted = executor.submit(body, str(paths.root), role, index, control)
+    process = ProcessId.of(int(submitted.job_id))
+    job = Job(
+        role=role, index=index, id=submitted.job_id, start=process.start, boot=process.boot, wall=time.time()
+    )  # fmt: skip
     record(paths, "submitted", **asdict(job))
     os.write(answer, json.dumps(asdict(job)).encode() + b"\n")

@@ -166,6 +166,38 @@ def boot_id() -> str:
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
+@dataclass(frozen=True, slots=True)
+class ProcessId:
+    """A process, so that another can tell whether it still lives."""
+
+    pid: int
+    start: int  # clock ticks after boot at which it started: pids come back, this pair doesn't
+    boot: str
+
+    @classmethod
+    def of(cls, pid: int) -> ProcessId:
+        return cls(pid, _start_of(pid) or 0, boot_id())
+
+    @classmethod
+    def me(cls) -> ProcessId:
+        return cls.of(os.getpid())
+
+    def lives(self) -> bool | None:
+        """None when it ran on another machine or before a reboot: that can't be seen from here."""
+        if self.boot != boot_id():
+            return None
+        return _start_of(self.pid) == self.start
+
+
+def _start_of(pid: int) -> int | None:
+    """None when it is gone or a zombie."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in "ZX" else int(fields[19])
+
+
 def sync_folder(folder: Path) -> None:
     """Make the entries of `folder` (creations, renames, unlinks) durable."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)

@@ -25,8 +25,8 @@ from hpcrl.types import ConfigError, HpcrlError
 logger = logging.getLogger(__name__)
 
 
-def run_role(root: str, role: str, index: int) -> None:
-    """What submitit runs in each task of a role's job."""
+def run_role(root: str, role: str, index: int, control_number: int) -> None:
+    """What submitit runs in each task of a role's job, which the control of that incarnation asked for."""
     paths = RunPaths.of(root)
     config = load_resolved(paths.config)
     job = job_id()
@@ -41,7 +41,7 @@ def run_role(root: str, role: str, index: int) -> None:
         case "sandbox":
             asyncio.run(sandbox(paths, config, index))
         case "learner":
-            learner(paths, config)
+            learner(paths, config, control_number)
         case _:
             raise ValueError(f"no role {role!r}")
     logger.info("%s-%d ends", role, index)
@@ -298,7 +298,7 @@ async def sandbox(paths: RunPaths, config: Config, index: int) -> None:
 # ---- learner ------------------------------------------------------------------------------------------------------
 
 
-def learner(paths: RunPaths, config: Config) -> None:
+def learner(paths: RunPaths, config: Config, control_number: int) -> None:
     """One rank. Its master's port is agreed on through a file of this job, so that no two runs meet."""
     from hpcrl.learner.train import run_learner
 
@@ -318,7 +318,9 @@ def learner(paths: RunPaths, config: Config) -> None:
         publish_json(meeting, {"address": "127.0.0.1", "port": port})
     row = _wait_for(meeting, 60)
     watch = ControlWatch(paths, config)
-    run_learner(paths, config, rank, world, row["address"], row["port"], lambda: stopping or watch.gone())
+    run_learner(
+        paths, config, rank, world, row["address"], row["port"], lambda: stopping or watch.gone(), control_number
+    )
     if rank == 0:
         meeting.unlink(missing_ok=True)
 
@@ -334,13 +336,13 @@ def _wait_for(path: Path, seconds: float) -> dict[str, Any]:
 
 
 def main(what: str, root: str, name: str, *numbers: str) -> None:
-    """`submit RUN ROLE INDEX` hands a role's job to the executor; `host RUN NODE INDEX NUMBER` is a host's process."""
+    """`submit RUN ROLE INDEX CONTROL` hands a role's job to the executor; `host RUN NODE INDEX NUMBER` is a host."""
     paths = RunPaths.of(root)
     if what == "submit":
         from hpcrl import launch, roles
 
         # By the module's own name: as __main__ the job could not find it.
-        launch.submit_here(paths, name, int(numbers[0]), roles.run_role)  # type: ignore[arg-type]
+        launch.submit_here(paths, name, int(numbers[0]), int(numbers[1]), roles.run_role)  # type: ignore[arg-type]
     else:
         start_logging(paths.logs, f"host-{name}-{numbers[1]}", job_id())
         asyncio.run(host(paths, load_resolved(paths.config), name, int(numbers[0]), int(numbers[1])))

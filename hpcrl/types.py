@@ -250,10 +250,12 @@ class Ended:
 
     @classmethod
     def from_json(cls, row: Mapping[str, Any]) -> Ended:
-        fault = row["fault"]
+        """From what `to_json` gave; keys that are no field are left out, so an END record's meta will do."""
+        values = {key: value for key, value in row.items() if key in cls.__dataclass_fields__}
+        fault = values["fault"]
         if fault is not None:
             fault = Fault(cause=Cause(fault["cause"]), where=fault["where"], message=fault["message"])
-        return cls(**{**row, "status": State(row["status"]), "fault": fault})
+        return cls(**{**values, "status": State(values["status"]), "fault": fault})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -145,7 +145,7 @@ def test_a_restarted_control_lets_hosts_claim_what_they_still_run() -> None:
     flow = make(restored=restored, incarnation=2)
     out = flow.handle(f.SandboxJoined(sandbox="s", capacity=64), 0.0)
     assert [row.trajectory for row in _ledger(out)] == [tickets[3].trajectory]  # had ended, was not in the ledger
-    held = [(tickets[0].trajectory, 1), ("stranger", 4)]
+    held = [(tickets[0].trajectory, 1, "s"), ("stranger", 4, "s")]
     out = flow.handle(f.HostJoined(host="h", node="n", capacity=32, held=held), 1.0)
     assert f.Abandon(trajectory="stranger", attempt=4, host="h") in out
     attached = {row.ticket.trajectory: row.ticket.attempt for row in starts(out)}
@@ -153,6 +153,38 @@ def test_a_restarted_control_lets_hosts_claim_what_they_still_run() -> None:
     assert tickets[1].trajectory not in attached  # another host may yet claim it
     late = {row.ticket.trajectory: row.ticket.attempt for row in starts(flow.handle(f.Tick(), f.CLAIM_S + 1))}
     assert late == {tickets[1].trajectory: 2, tickets[2].trajectory: 2}
+
+
+@pytest.mark.parametrize("first", ["host", "sandbox"])
+def test_what_a_host_still_runs_fills_its_sandbox_node_after_a_restart(first: str) -> None:
+    tickets = [row.ticket for row in starts(joined(make()))][:3]
+    restored = f.Restored(attempts={ticket.trajectory: 1 for ticket in tickets}, num_groups={"warm": 3})
+    flow = make(restored=restored, incarnation=2)
+    held = [(ticket.trajectory, 1, "s") for ticket in tickets]
+    events = [
+        f.HostJoined(host="h", node="n", capacity=32, held=held),
+        f.SandboxJoined(sandbox="s", capacity=4),
+    ]
+    for event in events if first == "host" else events[::-1]:
+        flow.handle(event, 1.0)
+    # Three of its four sandboxes are taken already: one more fits, and no further one.
+    assert flow.sandboxes["s"].used == 4
+    assert sum(row.host != "" for row in flow.open.values()) == 4
+    for ticket in tickets:
+        flow.handle(f.AttemptEnded(ended=ended(ticket)), 2.0)
+    assert flow.sandboxes["s"].used == sum(row.host != "" for row in flow.open.values()) == 4
+
+
+def test_a_restarted_control_counts_on_from_what_was() -> None:
+    counts = f.Counts(admitted=3)
+    for status in (State.COMPLETED, State.COMPLETED, State.TRUNCATED):
+        ticket = starts(joined(make()))[0].ticket
+        counts.end(replace(ended(ticket), kind="train", status=status, num_steps=5, num_calls=4, num_valid_calls=3))
+    flow = make(restored=f.Restored(counts=counts, num_groups={}), incarnation=2)
+    ticket = starts(joined(flow))[0].ticket
+    flow.handle(f.AttemptEnded(ended=replace(ended(ticket), kind="train", num_steps=2, num_calls=2)), 1.0)
+    assert (flow.counts.steps, flow.counts.calls, flow.counts.valid_calls) == (17, 14, 9)
+    assert flow.counts.admitted == sum(flow.counts.status.values()) + len(flow.open)
 
 
 def loads(instructions: list[f.Instruction]) -> list[int]:

@@ -20,7 +20,7 @@ from hpcrl.layout import RunPaths
 from hpcrl.learner.train import rate, run_learner
 from hpcrl.replay import Replay
 from hpcrl.store.index import Store
-from hpcrl.store.ledger import UpdateRow, entries, lineage, trained_twice
+from hpcrl.store.ledger import LedgerWriter, UpdateRow, entries, lineage, trained_twice
 from hpcrl.weights.load import check, iter_tensors, newest, read_probe
 
 RANK = """
@@ -46,8 +46,8 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def alone(paths: RunPaths, config: Config, stop: Callable[[], bool] = lambda: False) -> None:
-    run_learner(paths, config, 0, 1, "127.0.0.1", free_port(), stop)
+def alone(paths: RunPaths, config: Config, stop: Callable[[], bool] = lambda: False, control: int = 1) -> None:
+    run_learner(paths, config, 0, 1, "127.0.0.1", free_port(), stop, control)
 
 
 def warmup(updates: int, **values: Any) -> dict[str, Any]:
@@ -177,6 +177,19 @@ def test_a_resumed_run_goes_on_exactly_and_trains_nothing_twice(tmp_path: Path, 
     assert trained_twice(lineage(broken)) == []
     left, right = (dict(iter_tensors(paths.version(1))) for paths in (straight, broken))
     assert all(torch.equal(left[name], right[name]) for name in left)
+
+
+def test_a_stop_is_heard_by_the_learner_that_it_is_meant_for(tmp_path: Path, model: Path) -> None:
+    config = make_config([warmup(2)])
+    paths = make_run(tmp_path / "run", config, model)
+    store_and_enter(paths, sft_rows(12))
+    first = LedgerWriter(paths)
+    first.stop("asked")  # while the learner was still starting
+    alone(paths, config, control=first.incarnation)
+    assert trained_rows(paths) == []
+    second = LedgerWriter(paths)
+    alone(paths, config, control=second.incarnation)  # the next sitting's
+    assert [row.update for row in trained_rows(paths)] == [1, 2]
 
 
 def test_weights_of_a_lost_lineage_are_published_over(tmp_path: Path, model: Path) -> None:

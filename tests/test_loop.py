@@ -115,6 +115,34 @@ async def test_a_chain_cut_after_any_record_ends_as_the_undisturbed_one(
         assert {row.attempt for row in store.chain(again.head)} == ({1, 1 + cut})
 
 
+async def test_what_an_open_segment_alone_holds_is_stored_again_by_who_adopts_it(
+    log: LogClient, renderer: Renderer, tmp_path: Path
+) -> None:
+    ended = await loop(log, renderer, ticket()).run()
+    store = await stored(tmp_path)
+    head = next(row.hash for row in store.chain(ended.head) if row.kind is Kind.OBSERVE)
+    history = history_of(store, head)
+    assert isinstance(history, History)
+    assert [row.kind for row in history.unsettled] == [Kind.PROMPT, Kind.ADOPT, Kind.ACT, Kind.OBSERVE]
+    other = RunPaths(tmp_path / "other")
+    other.log.mkdir(parents=True)
+    here = Log(other.log, "n2", segment_bytes=1 << 20, segment_age_s=60, commit_interval_s=0)
+    server = LogServer(here, tmp_path / "s2")
+    await server.start()
+    async with LogClient(tmp_path / "s2") as second:
+        again = await loop(second, renderer, ticket(attempt=2, adopt=head), history=history).run()
+    await server.close()
+    await here.close()
+    # The first node's log was lost to a power cut: the second's alone holds the whole chain.
+    with Store(other) as alone:
+        assert alone.complete(again.head)
+        tokens = alone.sequence(again.head, 1.0)
+    assert np.array_equal(tokens.ids, store.sequence(ended.head, 1.0).ids)
+    # Once its segment is closed nothing is stored twice.
+    with Store(other) as settled:
+        assert not settled.unsettled(again.head)
+
+
 async def test_one_that_has_ended_is_not_run_again(log: LogClient, renderer: Renderer, tmp_path: Path) -> None:
     ended = await loop(log, renderer, ticket()).run()
     store = await stored(tmp_path)

@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import json
 import os
+import random
 import signal
 import time
 from pathlib import Path
@@ -79,10 +80,14 @@ def test_kill_every_process_in_turn(tiny_model: Path, tmp_path: Path) -> None:
         live.until("receipts", lambda row: len(receipts.hashes) > 0)
         victims = {
             "learner rank": lambda: live.role("learner", rank=1).pid,
+            "learner rank 0": lambda: live.role("learner").pid,
             "host": lambda: node(live)["hosts"][0],
             "sandbox node": lambda: live.role("sandbox").pid,
             "supervisor": lambda: node(live)["pid"],
             "control": lambda: live.role("control").pid,
+            # submitit's own processes, the parents of what does the work
+            "controller of the rollout job": lambda: live.role("rollout").ppid(),
+            "controller of control": lambda: live.role("control").ppid(),
             "engine": lambda: node(live)["engines"][0],
         }
         for name, find in victims.items():
@@ -90,7 +95,7 @@ def test_kill_every_process_in_turn(tiny_model: Path, tmp_path: Path) -> None:
             began = time.monotonic()
             incarnation = live.status()["incarnation"]
             os.kill(find(), signal.SIGKILL)
-            if name == "control":
+            if name.endswith("control"):
                 live.until("a new control", lambda row, old=incarnation: row["incarnation"] > old)
             trained = live.status()["phases"]["rl"][0]
             live.until(f"updates after {name} was killed", lambda row, old=trained: row["phases"]["rl"][0] >= old + 3)
@@ -110,6 +115,50 @@ def test_kill_every_process_in_turn(tiny_model: Path, tmp_path: Path) -> None:
     counts = [update.update for update in lineage(RunPaths.of(run)) if update.trajectories]
     assert counts == list(range(1, len(counts) + 1)), "updates without gap or repeat"
     print(f"{len(acknowledged)} acknowledged records followed, 0 lost; {len(counts)} updates; {report}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1])
+def test_kills_at_any_moment(tiny_model: Path, tmp_path: Path, seed: int) -> None:
+    """Any process of the run, helpers and sandboxes included, from its first second to its last."""
+    run = tmp_path / "run"
+    config = write_config(tmp_path, tiny_model, updates=40, tasks=16)
+    chance = random.Random(seed)
+    killed = []
+    with running("train", config, "--run", run, "--set", "launch.restarts=50", run=run) as live:
+        live.until("control", lambda row: True)
+        while live.process.poll() is None:
+            time.sleep(chance.uniform(0, 12))
+            kinds: dict[str, list[psutil.Process]] = {}
+            for process in processes_of(run):
+                with contextlib.suppress(psutil.Error):
+                    kinds.setdefault(_kind(process), []).append(process)
+            kinds.pop("command", None)
+            if kinds and len(killed) < 40:
+                kind = chance.choice(sorted(kinds))  # a kind first: else nearly all would be sandboxes
+                with contextlib.suppress(psutil.Error):
+                    chance.choice(kinds[kind]).kill()
+                    killed.append(kind)
+        assert live.process.returncode == 0, f"{killed}\n{live.tail()}"
+    assert nothing_left(run), killed
+    report = verified(run)
+    assert report["trained_twice"] == 0
+    assert report["open_trajectories"] == 0
+    rows = [update for update in lineage(RunPaths.of(run)) if update.trajectories]
+    assert [update.update for update in rows] == list(range(1, 45)), killed
+    print(f"killed: {killed}; {report}")
+
+
+def _kind(process: psutil.Process) -> str:
+    command = process.cmdline()
+    words = " ".join(command)
+    if "hpcrl.cli" in command:
+        return "command"
+    for mark in ("hpcrl.roles submit", "hpcrl.roles host", "store.compact", "guard.py", "submitit", "bwrap"):
+        if mark in words:
+            role = next((role for role in ("control", "rollout", "sandbox", "learner") if f"/{role}-0" in words), "")
+            return f"{mark} {role}"
+    return command[0] if command else process.name()
 
 
 def node(live: Running) -> dict[str, list[int]]:

@@ -16,9 +16,10 @@ import numpy as np
 import pytest
 from store_parts import act, adopt, observe, open_log, run_folder, trajectory
 
+from hpcrl.layout import ProcessId
 from hpcrl.store.link import LogClient, LogServer
 from hpcrl.store.records import REQUIRED, Kind, Record, missing, prompt, read_frame
-from hpcrl.store.segment import CLOSED, OPEN, Header, Owner, read_header, read_segment, segments
+from hpcrl.store.segment import CLOSED, OPEN, Header, read_header, read_segment, segments
 from hpcrl.types import StoreError
 
 PARTS = Path(__file__).with_name("store_parts.py")
@@ -139,7 +140,7 @@ def test_kill_9_loses_nothing_acknowledged(tmp_path: Path) -> None:
 def test_torn_tail_is_trimmed_wherever_it_is_torn(tmp_path: Path) -> None:
     records = trajectory("t")
     path = run_folder(tmp_path).log / "n2-1.open"
-    whole = Header("n2", 1, "u", Owner(1, 0, "another boot")).encode() + b"".join(r.frame() for r in records)
+    whole = Header("n2", 1, "u", ProcessId(1, 0, "another boot")).encode() + b"".join(r.frame() for r in records)
     path.write_bytes(whole)
     starts = [offset for offset, _ in read_segment(path)]
     for cut in [*range(starts[-2], len(whole), 37), len(whole), starts[0], 5, 0]:

@@ -17,14 +17,14 @@ import numpy as np
 import pytest
 from store_parts import act, adopt, end, observe, open_log, run_folder, trajectory
 
-from hpcrl.layout import RunPaths
+from hpcrl.layout import ProcessId, RunPaths
 from hpcrl.store import compact as compaction
 from hpcrl.store.compact import compact, seal_dead, seal_dead_here, shards
 from hpcrl.store.index import Store
 from hpcrl.store.ledger import LedgerWriter, ProgressWriter, UpdateRow
 from hpcrl.store.query import table, verify
 from hpcrl.store.records import REQUIRED, REQUIRED_WITHIN, Kind, Record, prompt
-from hpcrl.store.segment import CLOSED, OPEN, Header, Owner, segments
+from hpcrl.store.segment import CLOSED, OPEN, Header, segments
 from hpcrl.store.shard import Shard
 from hpcrl.types import Entry, StoreError
 
@@ -248,9 +248,9 @@ async def test_one_compactor_at_a_time_and_dead_claims_go(tmp_path: Path) -> Non
     paths = run_folder(tmp_path)
     await write(paths, trajectory("a"))
     claim = paths.shards / "000001.claim"
-    claim.write_text(json.dumps({"pid": os.getpid(), "start": Owner.me().start, "boot": Owner.me().boot}))
+    claim.write_text(json.dumps({"pid": os.getpid(), "start": ProcessId.me().start, "boot": ProcessId.me().boot}))
     assert "000001.claim" in compact(paths).refused and not shards(paths)
-    claim.write_text(json.dumps({"pid": os.getpid(), "start": 1, "boot": Owner.me().boot}))  # a pid that came back
+    claim.write_text(json.dumps({"pid": os.getpid(), "start": 1, "boot": ProcessId.me().boot}))  # a pid that came back
     (paths.shards / ".000001.h5.7.tmp").write_bytes(b"half")
     assert compact(paths).shards == 1
     assert [path.name for path in paths.shards.iterdir()] == ["000002.h5"]
@@ -347,8 +347,8 @@ def test_open_segments_of_the_dead_are_closed(tmp_path: Path) -> None:
     paths = run_folder(tmp_path)
     records = trajectory("t")
     frames = b"".join(record.frame() for record in records)
-    me = Owner.me()
-    for node, owner in (("n1", Owner(me.pid, 1, me.boot)), ("n2", me), ("n-3", Owner(1, 1, "elsewhere"))):
+    me = ProcessId.me()
+    for node, owner in (("n1", ProcessId(me.pid, 1, me.boot)), ("n2", me), ("n-3", ProcessId(1, 1, "elsewhere"))):
         (paths.log / f"{node}-1{OPEN}").write_bytes(Header(node, 1, node, owner).encode() + frames + b"torn")
     assert [path.name for path in seal_dead_here(paths)] == ["n1-1.seg"]
     assert [path.name for path in seal_dead(paths, alive=lambda node: node != "n-3")] == ["n-3-1.seg"]

@@ -24,6 +24,7 @@ from hpcrl.flow.words import (
     Abandon,
     AttemptEnded,
     AttemptLost,
+    Counts,
     EngineChanged,
     EvaluationResult,
     Event,
@@ -88,19 +89,6 @@ class Node:
     failures: int = 0  # loads in a row in which the engine failed
 
 
-@dataclass(slots=True)
-class Counts:
-    """Every admitted trajectory is counted exactly once: admitted = ended by status + open."""
-
-    admitted: int = 0
-    status: Counter[str] = field(default_factory=Counter)
-    faults: Counter[str] = field(default_factory=Counter)
-    steps: int = 0
-    sampled: int = 0
-    calls: int = 0
-    valid_calls: int = 0
-
-
 def says_of_policy(ended: Ended) -> bool:
     """Whether a reward says something of the policy: not where it sampled nothing, nor where another's fault had a
     part in the end."""
@@ -131,7 +119,7 @@ class Flow:
         self.evaluating: tuple[str, int] | None = None  # (name, version) of the evaluation under way
         self.eval_ended: list[Ended] = []
         self.eval_failed = 0
-        self.counts = Counts(admitted=sum(restored.counted.values()), status=Counter(restored.counted))
+        self.counts: Counts = restored.counts
         self.recent: deque[float] = deque(maxlen=256)  # rewards of the latest scored training trajectories
         self.finished = False
         self.backlog: list[Instruction] = []  # what restoring found to be done
@@ -153,8 +141,8 @@ class Flow:
                 self._host_left(host, now)
                 out = []
             case SandboxJoined(sandbox=sandbox, capacity=capacity):
-                place = self.sandboxes.setdefault(sandbox, Place(capacity))
-                place.capacity = capacity
+                used = sum(row.host != "" and row.ticket.sandbox == sandbox for row in self.open.values())
+                self.sandboxes[sandbox] = Place(capacity, used=used)
                 out = []
             case SandboxLeft(sandbox=sandbox):
                 self.sandboxes.pop(sandbox, None)
@@ -379,16 +367,18 @@ class Flow:
     def _host_joined(self, event: HostJoined) -> list[Instruction]:
         place = self.hosts[event.host] = Place(event.capacity, event.node)
         out: list[Instruction] = []
-        for trajectory, attempt in event.held:
+        for trajectory, attempt, sandbox in event.held:
             row = self.open.get(trajectory)
             current = row.ticket.attempt if row else 0
             if row is None or row.host or attempt < current:
                 out.append(Abandon(trajectory=trajectory, attempt=attempt, host=event.host))
                 continue
             # The loop went on while control was away: attach to it again, under the attempt that it has.
-            row.ticket = replace(row.ticket, attempt=attempt)
+            row.ticket = replace(row.ticket, attempt=attempt, sandbox=sandbox)
             row.host, row.claim_until = event.host, 0.0
             place.used += 1
+            if sandbox in self.sandboxes:
+                self.sandboxes[sandbox].used += 1
             out.append(Start(ticket=row.ticket, host=event.host))
         return out
 
@@ -418,13 +408,7 @@ class Flow:
         return self._count_end(ended)
 
     def _count_end(self, ended: Ended) -> list[Instruction]:
-        counts = self.counts
-        counts.status[ended.status] += 1
-        counts.steps += ended.num_steps
-        counts.sampled += ended.num_sampled
-        if ended.kind != "expert":
-            counts.calls += ended.num_calls
-            counts.valid_calls += ended.num_valid_calls
+        self.counts.end(ended)
         if ended.kind == "eval":
             self._eval_end(ended)
             return []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -25,7 +26,8 @@ class HostJoined:
     host: str  # address
     node: str
     capacity: int  # trajectories
-    held: Sequence[tuple[str, int]]  # (trajectory, attempt) that it runs or has ended and not yet reported
+    # (trajectory, attempt, sandbox node) that it runs, or has ended and not yet reported
+    held: Sequence[tuple[str, int, str]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,6 +173,25 @@ class EvaluationResult:
     failed: int  # lost to faults, in no score
 
 
+@dataclass(slots=True)
+class Counts:
+    """Every admitted trajectory is counted exactly once: admitted = ended by status + open."""
+
+    admitted: int = 0
+    status: Counter[str] = field(default_factory=Counter)
+    faults: Counter[str] = field(default_factory=Counter)
+    steps: int = 0
+    calls: int = 0
+    valid_calls: int = 0
+
+    def end(self, ended: Ended) -> None:
+        self.status[ended.status] += 1
+        self.steps += ended.num_steps
+        if ended.kind != "expert":
+            self.calls += ended.num_calls
+            self.valid_calls += ended.num_valid_calls
+
+
 # ---- an earlier life ---------------------------------------------------------------------------------------------
 
 
@@ -189,4 +210,4 @@ class Restored:
     attempts: Mapping[str, int] = field(default_factory=dict)  # open trajectory -> highest attempt so far
     num_groups: Mapping[str, int] = field(default_factory=dict)  # phase -> groups ever opened
     evaluations: Mapping[str, EvaluationResult] = field(default_factory=dict)
-    counted: Mapping[str, int] = field(default_factory=dict)  # status -> trajectories that are done with
+    counts: Counts = field(default_factory=Counts)  # of trajectories that are done with

@@ -44,19 +44,20 @@ class Plan:
 
 
 class Feed:
-    """Rank 0's side. `trained`: the trajectories of the lineage that this learner continues."""
+    """Rank 0's side. `trained`: the trajectories of the lineage that this learner continues. `control`: the incarnation
+    that asked for it; what earlier ones wrote of stopping is not meant for it."""
 
-    def __init__(self, paths: RunPaths, store: Store, trained: Collection[str], stop: Callable[[], bool]) -> None:
+    def __init__(
+        self, paths: RunPaths, store: Store, trained: Collection[str], stop: Callable[[], bool], control: int
+    ) -> None:
         self._ledger = LedgerReader(paths)
         self._store = store
         self._replay = Replay(trained)
-        self._stop = stop
+        self._stop, self._control = stop, control
         self._replay.add(self._ledger.read())
-        # A stop that was written before we started belongs to the run's last sitting, not to this one.
-        self._old_stop = self._ledger.incarnation if self._ledger.stopped else 0
 
     def _stopping(self) -> bool:
-        return self._stop() or (self._ledger.stopped is not None and self._ledger.incarnation != self._old_stop)
+        return self._stop() or (self._ledger.stopped is not None and self._ledger.incarnation >= self._control)
 
     def next(self, phase: Phase, since: float, ranks: int, micro_batch_tokens: int) -> Plan:
         """Wait for the next update of `phase` (`since`: monotonic time of the last one), or for the word to stop."""

@@ -47,8 +47,11 @@ def run_learner(
     master_addr: str,
     master_port: int,
     stop: Callable[[], bool],
+    control: int = 0,
 ) -> None:
     """Train until the phases are done, the ledger says stop, or `stop()` (rank 0's counts); resume from what there is.
+
+    `control`: the incarnation that asked for this learner; a stop that an earlier one wrote is not for it.
 
     Raises ConfigError for a port or GPU that can't be had, and whatever a collective raises when a peer is gone.
     """
@@ -57,7 +60,7 @@ def run_learner(
     timeout_s = config.learner.collective_timeout_s
     ranks = Ranks(rank, world, master_addr, master_port, gpus=config.learner.gpus, timeout_s=timeout_s)
     try:
-        learner = Learner(paths, config, ranks, stop)
+        learner = Learner(paths, config, ranks, stop, control)
         learner.run()
     finally:
         ranks.close()
@@ -84,7 +87,7 @@ def rate(phase: Phase, done: int) -> float:
 class Learner:
     """One rank. Rank 0 alone has `_feed` and `_progress`, and alone writes manifests and rows."""
 
-    def __init__(self, paths: RunPaths, config: Config, ranks: Ranks, stop: Callable[[], bool]) -> None:
+    def __init__(self, paths: RunPaths, config: Config, ranks: Ranks, stop: Callable[[], bool], control: int) -> None:
         self.paths, self.config, self.ranks = paths, config, ranks
         self.skipped = 0  # updates without a step, for a gradient that was no finite number
         self._store = Store(paths)
@@ -102,10 +105,10 @@ class Learner:
         self._ends: set[int] = set()  # versions at the ends of phases: they are evaluated, however late
         self._saved = self.at.update  # a checkpoint of this update is not needed
         self._exact = True  # the weights are exactly those of version at.version
-        self._begin_lineage(bool(found), stop)
+        self._begin_lineage(bool(found), stop, control)
         self._last_update = time.monotonic()
 
-    def _begin_lineage(self, resumed: bool, stop: Callable[[], bool]) -> None:
+    def _begin_lineage(self, resumed: bool, stop: Callable[[], bool], control: int) -> None:
         """Open progress, see what is trained already, and publish where engines could hold other weights than ours."""
         phase = self.config.phase[self.at.phase]
         if self._first:
@@ -115,7 +118,7 @@ class Learner:
             trained = {trajectory for row in rows for trajectory in row.trajectories}
             last = {phase.name: phase.updates for phase in self.config.phase}
             self._ends = {row.version for row in rows if row.phase_update == last.get(row.phase)}
-            self._feed = Feed(self.paths, self._store, trained, stop)
+            self._feed = Feed(self.paths, self._store, trained, stop, control)
         there = self.ranks.share(newest(self.paths, 1) if self._first else None)
         if there != [self.at.version]:
             parent = self.at.version if there else -1

@@ -69,6 +69,7 @@ class History:
 
     chain: Sequence[Record]
     context: Int32Array
+    unsettled: Sequence[Record] = ()  # of these: what its log may yet lose; stored once more, equal records count once
 
 
 class AttemptFault(Exception):
@@ -250,6 +251,8 @@ class Loop:
     def _adopt(self) -> None:
         ticket = self.ticket
         self.state = State.RUNNING
+        for record in self._history.unsettled if self._history else ():
+            self._write(record)
         meta = {
             "task": {
                 "environment": ticket.task.environment, "payload": dict(ticket.task.payload), "kind": ticket.task.kind
@@ -448,15 +451,10 @@ def unbegun(ticket: Ticket, fault: Fault) -> Ended:
 
 def history_of(store: Store, head: str) -> History | Ended:
     """What to do with the stored chain that ends in `head`: go on from it, or, where it has ended, how it did."""
+    ended = store.ended(head)
+    if ended is not None:
+        return ended
     chain = store.chain(head)
-    if chain[-1].kind is Kind.END:
-        return ended_of(chain[-1])
     begun = any(record.kind is Kind.ACT for record in chain)
-    return History(chain=chain, context=store.context(head).ids if begun else np.empty(0, np.int32))
-
-
-def ended_of(record: Record) -> Ended:
-    """An END record as its host reported it."""
-    names = {field.name for field in dataclasses.fields(Ended)}
-    row = {key: value for key, value in record.meta.items() if key in names}
-    return Ended.from_json({**row, "head": record.hash})
+    context = store.context(head).ids if begun else np.empty(0, np.int32)
+    return History(chain=chain, context=context, unsettled=store.unsettled(head))

@@ -21,9 +21,9 @@ from hashlib import sha256
 from importlib import metadata
 from pathlib import Path
 
-from hpcrl.layout import RunPaths, sync_folder
+from hpcrl.layout import ProcessId, RunPaths, sync_folder
 from hpcrl.store.records import Torn
-from hpcrl.store.segment import CLOSED, OPEN, Owner, name_parts, read_header, read_segment, recover, segments
+from hpcrl.store.segment import CLOSED, OPEN, name_parts, read_header, read_segment, recover, segments
 from hpcrl.store.shard import Row, Source, sources_of, write_shard
 from hpcrl.types import StoreError
 
@@ -168,7 +168,7 @@ def _claim(paths: RunPaths) -> Iterator[int | str]:
             number += 1
             continue
         try:
-            os.write(fd, json.dumps(asdict(Owner.me())).encode())
+            os.write(fd, json.dumps(asdict(ProcessId.me())).encode())
             os.close(fd)
             if _shard(paths, number).exists():  # its maker published, and dropped its claim, since we looked
                 number += 1
@@ -187,7 +187,7 @@ def _rival(paths: RunPaths, mine: Path | None) -> str:
             continue
         with contextlib.suppress(FileNotFoundError):
             text = path.read_text()  # empty when its maker died, or is, between making and writing it
-            lives = Owner(**json.loads(text)).lives() if text else None
+            lives = ProcessId(**json.loads(text)).lives() if text else None
             if lives is None and mine is not None:
                 # Ages by the file server's clock alone: both files were dated by it.
                 lives = mine.stat().st_mtime - path.stat().st_mtime < (STALE_S if text else 10.0)

@@ -25,7 +25,7 @@ from hpcrl.store.records import CHAINED, COLUMNS, Kind, Record, Torn
 from hpcrl.store.rows import Row, Trajectory, TrajectoryInfo, leaf
 from hpcrl.store.segment import CLOSED, OPEN, name_parts, read_at, read_header, read_segment, segments
 from hpcrl.store.shard import Shard
-from hpcrl.types import Receipt, Sequence_, StoreError, Task
+from hpcrl.types import Ended, Receipt, Sequence_, StoreError, Task
 
 logger = logging.getLogger(__name__)
 
@@ -288,6 +288,20 @@ class Store:
         if trajectory not in self._trajectories or not self._chain_of(trajectory):
             return None
         return self._chain_of(trajectory)[-1].hash
+
+    def ended(self, head: str) -> Ended | None:
+        """What the END record `head` says; None when it is another kind of record, or not here. Reads nothing."""
+        row = self._rows.get(head)
+        if row is None or row.kind is not Kind.END:
+            return None
+        return Ended.from_json({**self._trajectories[self._names[head]].meta[head], "head": head})
+
+    def unsettled(self, head: str) -> list[Record]:
+        """Of the chain to `head` and its prompts: what only open segments hold; their owner may not have synced it."""
+        chain = self.chain(head)
+        roots = [self.record(hash) for record in chain if (hash := record.meta.get("root"))]
+        open_files = {file for file, end in self._ends.items() if end is not None}
+        return [record for record in (*roots, *chain) if self._rows[record.hash].file in open_files]
 
     def task(self, trajectory: str) -> Task:
         """Raises StoreError when no ADOPT record of it is here."""

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import google_crc32c
 
-from hpcrl.layout import boot_id, publish, sync_folder
+from hpcrl.layout import ProcessId, publish, sync_folder
 from hpcrl.store.records import FORMAT, FRAME, Record, Torn, read_frame
 from hpcrl.types import StoreError
 
@@ -33,38 +33,11 @@ OPEN, CLOSED = ".open", ".seg"
 
 
 @dataclass(frozen=True, slots=True)
-class Owner:
-    """A process, so that another can tell whether it still lives."""
-
-    pid: int
-    start: int  # clock ticks after boot at which it started: pids come back, this pair doesn't
-    boot: str
-
-    @classmethod
-    def me(cls) -> Owner:
-        return cls(os.getpid(), _start_of(os.getpid()) or 0, boot_id())
-
-    def lives(self) -> bool | None:
-        """None when it ran on another machine or before a reboot: that can't be seen from here."""
-        if self.boot != boot_id():
-            return None
-        return _start_of(self.pid) == self.start
-
-
-def _start_of(pid: int) -> int | None:
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return None if fields[0] in "ZX" else int(fields[19])
-
-
-@dataclass(frozen=True, slots=True)
 class Header:
     node: str
     number: int
     uid: str  # of this file, whatever its name: what a shard lists as its source
-    owner: Owner
+    owner: ProcessId
     format: int = FORMAT
 
     def encode(self) -> bytes:
@@ -95,7 +68,7 @@ def create(folder: Path, node: str) -> tuple[Path, int, Header, bytes]:
     publish(last, f"{number}\n")
     path = folder / f"{node}-{number}{OPEN}"
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
-    header = Header(node, number, uuid.uuid4().hex, Owner.me())
+    header = Header(node, number, uuid.uuid4().hex, ProcessId.me())
     return path, fd, header, header.encode()
 
 
@@ -138,13 +111,14 @@ def read_header(path: Path) -> tuple[Header, int]:
     row = json.loads(text)
     if row["format"] > FORMAT:
         raise StoreError(f"{path}: format {row['format']}; this hpcrl reads up to {FORMAT}: use a newer one")
-    return Header(**{**row, "owner": Owner(**row["owner"])}), start + size + _U32.size
+    return Header(**{**row, "owner": ProcessId(**row["owner"])}), start + size + _U32.size
 
 
 def read_segment(path: Path, start: int | None = None) -> Iterator[tuple[int, Record]]:
     """(offset, record) from byte `start` on (default: the first frame).
 
-    A closed segment must be whole: StoreError names file and offset of any damage. An open one ends at its torn tail.
+    A closed segment must be whole: StoreError names file and offset of any damage. An open one ends at its torn tail,
+    and what was read of it is synced here first: its owner may have written it and not yet synced it.
     """
     is_open = path.suffix == OPEN
     try:
@@ -155,6 +129,9 @@ def read_segment(path: Path, start: int | None = None) -> Iterator[tuple[int, Re
         raise StoreError(f"{path}: damaged at byte 0: {torn}") from torn
     base = offset
     data = memoryview(_read(path, base))
+    if is_open and data:
+        with path.open("rb") as file:
+            os.fdatasync(file.fileno())
     while offset - base < len(data):
         try:
             record, end = read_frame(data, offset - base)

@@ -101,7 +101,8 @@ class Host:
         self._security = security(paths)
         self._lines: dict[str, Line] = {}
         self._loops: dict[str, tuple[Ticket, Loop, asyncio.Task[Ended]]] = {}
-        self._store: Store | None = None
+        self._store = Store(paths, open_segments=True)
+        self._beginning = asyncio.Lock()
         self._receipts: list[Receipt] = []
         self._incarnation = 0
         self.guest: Guest | None = None
@@ -116,13 +117,14 @@ class Host:
         if ticket.incarnation < self._incarnation:
             raise ValueError(f"{ticket.trajectory}: granted by control {ticket.incarnation}, now {self._incarnation}")
         self._incarnation = ticket.incarnation
-        held = self._loops.get(ticket.trajectory)
-        if held is not None and held[0].attempt > ticket.attempt:
-            raise ValueError(f"{ticket.trajectory}: attempt {ticket.attempt} came after {held[0].attempt}")
-        if held is not None and held[0].attempt < ticket.attempt:
-            await self._end_loop(ticket.trajectory)
-            held = None
-        task = held[2] if held is not None else await self._begin(ticket)
+        async with self._beginning:  # else two askers could each begin one
+            held = self._loops.get(ticket.trajectory)
+            if held is not None and held[0].attempt > ticket.attempt:
+                raise ValueError(f"{ticket.trajectory}: attempt {ticket.attempt} came after {held[0].attempt}")
+            if held is not None and held[0].attempt < ticket.attempt:
+                await self._end_loop(ticket.trajectory)
+                held = None
+            task = held[2] if held is not None else await self._begin(ticket)
         try:
             ended = await asyncio.shield(task)
         except asyncio.CancelledError:
@@ -137,7 +139,7 @@ class Host:
         history: History | None = None
         environment: Environment | None = None
         if ticket.adopt:
-            found = self._adopted(ticket.adopt)
+            found = await self._adopted(ticket.adopt)
             if isinstance(found, Ended):
                 return _already(replace(found, attempt=ticket.attempt))
             history = found
@@ -179,11 +181,14 @@ class Host:
             line = self._lines[ticket.sandbox] = Line(ticket.sandbox, self._security)
         return RemoteSandbox(line, ticket.trajectory, ticket.attempt)
 
-    def _adopted(self, head: str) -> History | Ended:
-        if self._store is None:
-            self._store = Store(self._paths, open_segments=True)
-        self._store.refresh()
-        return history_of(self._store, head)
+    async def _adopted(self, head: str) -> History | Ended:
+        """In a thread: it may read much, and the other loops go on."""
+
+        def read() -> History | Ended:
+            self._store.refresh()
+            return history_of(self._store, head)
+
+        return await asyncio.to_thread(read)
 
     async def _end_loop(self, trajectory: str, *, cancelled: bool = False) -> None:
         held = self._loops.pop(trajectory, None)
@@ -205,7 +210,7 @@ class Host:
                     "role": "host",
                     "node": self._where.node,
                     "capacity": self._capacity,
-                    "held": [(key, ticket.attempt) for key, (ticket, _, _) in self._loops.items()],
+                    "held": [(key, ticket.attempt, ticket.sandbox) for key, (ticket, _, _) in self._loops.items()],
                 }
             case "stats":
                 return self.stats()

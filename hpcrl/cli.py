@@ -214,20 +214,17 @@ def store_ls(run: RunFolder, as_json: AsJson = False) -> None:
     """One line per trajectory."""
     from hpcrl.store.index import Store
 
-    store = Store(RunPaths.of(run), open_segments=True)
-    store.refresh()
-    rows = [asdict(info) for info in store.trajectories()]
+    with Store(RunPaths.of(run), open_segments=True) as store:
+        rows = list(store.summaries())
     if as_json:
-        print(json.dumps(rows))
+        print(json.dumps([{key: None if value != value else value for key, value in row.items()} for row in rows]))
         return
-    print(
-        f"{'status':10} {'kind':6} {'steps':>5} {'sampled':>7} {'reward':>6} {'attempt':>7} {'orphans':>7}  trajectory"
-    )
+    print(f"{'status':10} {'kind':6} {'steps':>5} {'sampled':>7} {'reward':>6} {'attempt':>7}  trajectory")
     for row in rows:
-        reward = f"{sum(row['rewards'].values()):g}" if row["rewards"] else "–"
+        reward = "–" if row["reward"] != row["reward"] else f"{row['reward']:g}"
         print(
-            f"{row['status']:10} {row['kind']:6} {row['num_steps']:5} {row['num_sampled']:7} {reward:>6} "
-            f"{row['attempt']:7} {row['num_orphans']:7}  {row['trajectory']}"
+            f"{row['status'] or 'open':10} {row['kind']:6} {row['num_steps']:5} {row['num_sampled']:7} {reward:>6} "
+            f"{row['attempt']:7}  {row['id']}"
         )
 
 
@@ -239,9 +236,8 @@ def store_show(run: RunFolder, trajectory: Annotated[str, typer.Argument()]) -> 
     from hpcrl.types import StoreError
 
     paths = RunPaths.of(run)
-    store = Store(paths, open_segments=True)
-    store.refresh()
-    records = store.records(trajectory)
+    with Store(paths, open_segments=True, only=trajectory) as store:
+        records = store.records(trajectory)
     if not records:
         raise StoreError(f"{run}: has no trajectory {trajectory!r}; `hpcrl store ls {run}` lists them")
     renderer = Renderer(paths.model)
@@ -257,7 +253,7 @@ def store_show(run: RunFolder, trajectory: Annotated[str, typer.Argument()]) -> 
 @store_app.command("verify")
 def store_verify(run: RunFolder, as_json: AsJson = False) -> None:
     """Read every record back: checksums, chains, required fields, the ledger. Exit 1 when anything is wrong."""
-    from hpcrl.store.query import verify
+    from hpcrl.store.verify import verify
 
     report = verify(RunPaths.of(run))
     if as_json:

@@ -89,12 +89,12 @@ def restore(paths: RunPaths, config: Config, store: Store, rows: Sequence[Update
     updates: Counter[str] = Counter()
     versions: dict[str, int] = {}
     trained: Counter[str] = Counter()
-    for row in rows:
-        if row.phase:
-            updates[row.phase] = row.phase_update
-            trained[row.phase] += len(row.trajectories)
-        if row.version >= 0 and row.phase:
-            versions[row.phase] = row.version
+    for update in rows:
+        if update.phase:
+            updates[update.phase] = update.phase_update
+            trained[update.phase] += len(update.trajectories)
+        if update.version >= 0 and update.phase:
+            versions[update.phase] = update.version
     ledgered: Counter[str] = Counter()
     groups_done = set()
     members: Counter[str] = Counter()
@@ -121,20 +121,21 @@ def restore(paths: RunPaths, config: Config, store: Store, rows: Sequence[Update
     attempts: dict[str, int] = {}
     num_groups: dict[str, int] = {}
     prefixes = {f"p{index}n": phase.name for index, phase in enumerate(config.phase)}
-    for info in store.trajectories():
-        label = info.group.rsplit(".", 1)[-1]
+    counted = ("status", "kind", "num_steps", "num_calls", "num_valid_calls")
+    for row in store.summaries():
+        trajectory, group = row["id"], row["group"]
+        label = group.rsplit(".", 1)[-1]
         for prefix, name in prefixes.items():
             if label.startswith(prefix):
                 num_groups[name] = max(num_groups.get(name, 0), int(label.removeprefix(prefix)) + 1)
-        evaluated = info.kind == "eval" and info.phase in evaluations
-        end = store.ended(info.head)
-        if end is None:
-            attempts[info.trajectory] = info.attempt
-        elif end.status is State.CANCELLED or end.group in groups_done or evaluated:
+        evaluated = row["kind"] == "eval" and row["phase"] in evaluations
+        if not row["status"]:
+            attempts[trajectory] = row["attempt"]
+        elif row["status"] == State.CANCELLED or group in groups_done or evaluated:
             counts.admitted += 1
-            counts.end(end)
-        else:
-            ended[info.trajectory] = end
+            counts.end(**{name: row[name] for name in counted})
+        elif end := store.ended(trajectory, row["head"]):
+            ended[trajectory] = end
     published = [int(path.parent.name[1:]) for path in paths.weights.glob("v*/manifest.json")]
     return f.Restored(
         ledgered=ledgered, trained=trained, updates=updates, versions=versions, newest=max(published, default=-1),

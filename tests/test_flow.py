@@ -178,8 +178,7 @@ def test_what_a_host_still_runs_fills_its_sandbox_node_after_a_restart(first: st
 def test_a_restarted_control_counts_on_from_what_was() -> None:
     counts = f.Counts(admitted=3)
     for status in (State.COMPLETED, State.COMPLETED, State.TRUNCATED):
-        ticket = starts(joined(make()))[0].ticket
-        counts.end(replace(ended(ticket), kind="train", status=status, num_steps=5, num_calls=4, num_valid_calls=3))
+        counts.end(status=status, kind="train", num_steps=5, num_calls=4, num_valid_calls=3)
     flow = make(restored=f.Restored(counts=counts, num_groups={}), incarnation=2)
     ticket = starts(joined(flow))[0].ticket
     flow.handle(f.AttemptEnded(ended=replace(ended(ticket), kind="train", num_steps=2, num_calls=2)), 1.0)

@@ -90,7 +90,7 @@ def plain_losses(model: Path, paths: RunPaths, updates: int, lr: float, clip: fl
     optimizer = torch.optim.AdamW(lm.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
     losses = []
     with Store(paths) as store:
-        rows = [store.sequence(row.head, row.reward) for _, row in entries(paths)]
+        rows = [store.sequence(row.trajectory, row.head, row.reward) for _, row in entries(paths)]
     for update in range(updates):
         for group in optimizer.param_groups:
             group["lr"] = lr * (1 - update / updates)  # cloning's rate falls linearly

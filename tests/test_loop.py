@@ -83,11 +83,11 @@ async def test_a_trajectory_is_a_chain_of_complete_records(log: LogClient, rende
     ended = await loop(log, renderer, ticket()).run()
     assert (ended.status, ended.rewards, ended.num_steps) == (State.COMPLETED, {"outcome": 1.0}, 3)
     store = await stored(tmp_path)
-    chain = store.chain(ended.head)
+    chain = store.chain(ended.trajectory, ended.head)
     act, observe = Kind.ACT, Kind.OBSERVE
     assert [row.kind for row in chain] == [Kind.ADOPT, act, observe, act, observe, act, observe, Kind.END]
     assert not [name for row in store.records(ended.trajectory) for name in missing(row)]
-    sequence = store.sequence(ended.head, 1.0)
+    sequence = store.sequence(ended.trajectory, ended.head, 1.0)
     text = renderer.transcript(sequence.ids)
     assert text == "<bos><u>find N<e><a>ls<e><t>D7 N5 V1 Y6<e><a>cat N5<e><t>233<e><a>answer 233<e>"
     said = renderer.transcript(sequence.ids[sequence.sampled])
@@ -100,19 +100,19 @@ async def test_a_chain_cut_after_any_record_ends_as_the_undisturbed_one(
 ) -> None:
     ended = await loop(log, renderer, ticket()).run()
     store = await stored(tmp_path)
-    whole = store.chain(ended.head)
-    tokens = store.sequence(ended.head, 1.0)
+    whole = store.chain(ended.trajectory, ended.head)
+    tokens = store.sequence(ended.trajectory, ended.head, 1.0)
     for cut in range(1, len(whole)):
         head = whole[cut - 1].hash
-        history = history_of(store, head)
+        history = history_of(store, ended.trajectory, head)
         assert isinstance(history, History)
         again = await loop(log, renderer, ticket(attempt=1 + cut, adopt=head), history=history).run()
         assert replace(again, attempt=1, head="", duration_s=0) == replace(ended, head="", duration_s=0)
         store.refresh()
-        other = store.sequence(again.head, 1.0)
+        other = store.sequence(again.trajectory, again.head, 1.0)
         for column in ("ids", "sampled", "logprobs", "versions"):
             assert np.array_equal(getattr(other, column), getattr(tokens, column)), (cut, column)
-        assert {row.attempt for row in store.chain(again.head)} == ({1, 1 + cut})
+        assert {row.attempt for row in store.chain(again.trajectory, again.head)} == ({1, 1 + cut})
 
 
 async def test_what_an_open_segment_alone_holds_is_stored_again_by_who_adopts_it(
@@ -120,8 +120,8 @@ async def test_what_an_open_segment_alone_holds_is_stored_again_by_who_adopts_it
 ) -> None:
     ended = await loop(log, renderer, ticket()).run()
     store = await stored(tmp_path)
-    head = next(row.hash for row in store.chain(ended.head) if row.kind is Kind.OBSERVE)
-    history = history_of(store, head)
+    head = next(row.hash for row in store.chain(ended.trajectory, ended.head) if row.kind is Kind.OBSERVE)
+    history = history_of(store, ended.trajectory, head)
     assert isinstance(history, History)
     assert [row.kind for row in history.unsettled] == [Kind.PROMPT, Kind.ADOPT, Kind.ACT, Kind.OBSERVE]
     other = RunPaths(tmp_path / "other")
@@ -135,18 +135,18 @@ async def test_what_an_open_segment_alone_holds_is_stored_again_by_who_adopts_it
     await here.close()
     # The first node's log was lost to a power cut: the second's alone holds the whole chain.
     with Store(other) as alone:
-        assert alone.complete(again.head)
-        tokens = alone.sequence(again.head, 1.0)
-    assert np.array_equal(tokens.ids, store.sequence(ended.head, 1.0).ids)
+        assert alone.complete(again.trajectory, again.head)
+        tokens = alone.sequence(again.trajectory, again.head, 1.0)
+    assert np.array_equal(tokens.ids, store.sequence(ended.trajectory, ended.head, 1.0).ids)
     # Once its segment is closed nothing is stored twice.
     with Store(other) as settled:
-        assert not settled.unsettled(again.head)
+        assert not settled.unsettled(again.trajectory, again.head)
 
 
 async def test_one_that_has_ended_is_not_run_again(log: LogClient, renderer: Renderer, tmp_path: Path) -> None:
     ended = await loop(log, renderer, ticket()).run()
     store = await stored(tmp_path)
-    assert history_of(store, ended.head) == ended
+    assert history_of(store, ended.trajectory, ended.head) == ended
 
 
 class Broken:
@@ -264,8 +264,8 @@ async def test_a_call_with_effects_waits_for_its_act_and_is_not_repeated(
     # Killed between act and observe: whether the call happened is not known, so it is said, not done again.
     first = await loop(log, renderer, ticket(trajectory="f.0", max_steps=1), environment=Broken("", "effect")).run()
     store = await stored(tmp_path)
-    act = next(row for row in store.chain(first.head) if row.kind is Kind.ACT)
-    history = history_of(store, act.hash)
+    act = next(row for row in store.chain(first.trajectory, first.head) if row.kind is Kind.ACT)
+    history = history_of(store, act.trajectory, act.hash)
     environment = Broken("", "effect")
     again = ticket(trajectory="f.0", attempt=2, adopt=act.hash)
     assert isinstance(history, History)

@@ -408,7 +408,10 @@ class Flow:
         return self._count_end(ended)
 
     def _count_end(self, ended: Ended) -> list[Instruction]:
-        self.counts.end(ended)
+        self.counts.end(
+            status=ended.status, kind=ended.kind, num_steps=ended.num_steps, num_calls=ended.num_calls,
+            num_valid_calls=ended.num_valid_calls,
+        )  # fmt: skip
         if ended.kind == "eval":
             self._eval_end(ended)
             return []

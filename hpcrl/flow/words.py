@@ -184,12 +184,12 @@ class Counts:
     calls: int = 0
     valid_calls: int = 0
 
-    def end(self, ended: Ended) -> None:
-        self.status[ended.status] += 1
-        self.steps += ended.num_steps
-        if ended.kind != "expert":
-            self.calls += ended.num_calls
-            self.valid_calls += ended.num_valid_calls
+    def end(self, *, status: str, kind: str, num_steps: int, num_calls: int, num_valid_calls: int) -> None:
+        self.status[status] += 1
+        self.steps += num_steps
+        if kind != "expert":
+            self.calls += num_calls
+            self.valid_calls += num_valid_calls
 
 
 # ---- an earlier life ---------------------------------------------------------------------------------------------

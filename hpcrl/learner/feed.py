@@ -79,11 +79,11 @@ class Feed:
         return Plan()
 
     def _missing(self, chosen: Chosen) -> list[str]:
-        lost = [entry.head for entry in chosen.entries if not self._store.complete(entry.head)]
+        lost = [entry for entry in chosen.entries if not self._store.complete(entry.trajectory, entry.head)]
         if lost:
             self._store.refresh()
-            lost = [head for head in lost if not self._store.complete(head)]
-        return lost
+            lost = [entry for entry in lost if not self._store.complete(entry.trajectory, entry.head)]
+        return [entry.head for entry in lost]
 
 
 def _plan(chosen: Chosen, ranks: int, micro_batch_tokens: int) -> Plan:
@@ -101,11 +101,11 @@ def _plan(chosen: Chosen, ranks: int, micro_batch_tokens: int) -> Plan:
 def read_rows(store: Store, plan: Plan, rows: Sequence[int], timeout_s: float) -> list[Sequence_]:
     """This rank's sequences. Rank 0 saw them; on another node they may show a little later. StoreError if not."""
     until = time.monotonic() + timeout_s
-    while lost := [plan.heads[row] for row in rows if not store.has(plan.heads[row])]:
+    while lost := [plan.heads[row] for row in rows if not store.complete(plan.trajectories[row], plan.heads[row])]:
         store.refresh()
-        if all(store.has(head) for head in lost):
+        if all(store.complete(plan.trajectories[row], plan.heads[row]) for row in rows):
             break
         if time.monotonic() > until:
             raise StoreError(f"{len(lost)} trajectories of the plan can't be found in the store, first head {lost[0]}")
         time.sleep(POLL_S)
-    return [store.sequence(plan.heads[row], plan.rewards[row]) for row in rows]
+    return [store.sequence(plan.trajectories[row], plan.heads[row], plan.rewards[row]) for row in rows]

@@ -449,12 +449,12 @@ def unbegun(ticket: Ticket, fault: Fault) -> Ended:
     )  # fmt: skip
 
 
-def history_of(store: Store, head: str) -> History | Ended:
+def history_of(store: Store, trajectory: str, head: str) -> History | Ended:
     """What to do with the stored chain that ends in `head`: go on from it, or, where it has ended, how it did."""
-    ended = store.ended(head)
+    ended = store.ended(trajectory, head)
     if ended is not None:
         return ended
-    chain = store.chain(head)
+    chain = store.chain(trajectory, head)
     begun = any(record.kind is Kind.ACT for record in chain)
-    context = store.context(head).ids if begun else np.empty(0, np.int32)
-    return History(chain=chain, context=context, unsettled=store.unsettled(head))
+    context = store.context(trajectory, head).ids if begun else np.empty(0, np.int32)
+    return History(chain=chain, context=context, unsettled=store.unsettled(trajectory, head))

@@ -22,9 +22,10 @@ from importlib import metadata
 from pathlib import Path
 
 from hpcrl.layout import ProcessId, RunPaths, sync_folder
-from hpcrl.store.records import Torn
-from hpcrl.store.segment import CLOSED, OPEN, name_parts, read_header, read_segment, recover, segments
-from hpcrl.store.shard import Row, Source, sources_of, write_shard
+from hpcrl.store.pack import Packer
+from hpcrl.store.records import Torn, split
+from hpcrl.store.segment import CLOSED, OPEN, name_parts, raw_segment, read_header, recover, segments
+from hpcrl.store.shard import Source, sources_of, write_shard
 from hpcrl.types import StoreError
 
 logger = logging.getLogger(__name__)
@@ -51,7 +52,7 @@ def compact(paths: RunPaths, *, shard_bytes: int = SHARD_BYTES) -> Report:
     done = Report()
     sources: dict[Path, set[str]] = {}
     while True:
-        sources |= {path: {row["uid"] for row in sources_of(path)} for path in shards(paths) if path not in sources}
+        sources |= {path: sources_of(path) for path in shards(paths) if path not in sources}
         fresh: list[Path] = []
         for path in segments(paths.log, CLOSED):
             uid = _uid(path)
@@ -122,22 +123,24 @@ def _batch(fresh: Sequence[Path], shard_bytes: int) -> list[Path]:
 
 def _compact(paths: RunPaths, number: int, batch: Sequence[Path]) -> Report:
     sources: list[Source] = []
-    rows: list[Row] = []
+    packer = Packer()
     damaged: list[str] = []
     for path in batch:
         try:
-            found = list(read_segment(path))
+            # All of it is read before any of it is packed.
+            found = [(offset, kind, digest, split(payload)) for offset, kind, digest, payload in raw_segment(path)]
             header = read_header(path)[0]
-        except (Torn, StoreError) as error:
-            logger.error("not compacted: %s", error)
+        except (Torn, StoreError, ValueError, KeyError) as error:
+            logger.error("not compacted: %s: %s", path, error)
             damaged.append(str(path))
             continue
-        rows += [(record, len(sources), offset) for offset, record in found]
+        for frame in found:
+            packer.add(len(sources), *frame)
         names = {"name": path.name, "uid": header.uid, "node": header.node, "number": header.number}
         sources.append({**names, "records": len(found)})
     if not sources:
         return Report(damaged=tuple(damaged))
-    count = write_shard(_shard(paths, number), rows, sources, _provenance(paths))
+    count = write_shard(_shard(paths, number), packer, sources, _provenance(paths))
     for source in sources:
         (paths.log / source["name"]).unlink(missing_ok=True)
     return Report(shards=1, segments=len(sources), records=count, damaged=tuple(damaged))

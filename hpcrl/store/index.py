@@ -1,9 +1,11 @@
 """The reader of a run's store: an index over shards and segments, derived from them, in memory, never the truth.
 
-    refresh: new shards and new bytes of segments -> rows (hash, parent, where it lies; no payload) -> trajectories
-    read:    hash -> row -> one pread per column (shard) or frame (segment); a file that went is found again by name
+    refresh   new shards -> their trajectory tables;  new bytes of segments -> rows
+    read      trajectory -> its fragments -> rows -> chain -> one pread per column (shard) or frame (segment)
 
-A record that lies in two files (a segment and its shard, or appended twice) is one row: rows are keyed by hash.
+Of a shard only the table of trajectories is in memory: a trajectory's rows are read when it is asked for. What is in no
+shard yet is in memory row by row. A record that lies in two files (a segment and its shard, or appended twice) is one
+row: rows are keyed by hash.
 """
 
 from __future__ import annotations
@@ -12,44 +14,58 @@ import errno
 import logging
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hpcrl.layout import RunPaths
 from hpcrl.store.compact import shards
 from hpcrl.store.records import CHAINED, COLUMNS, Kind, Record, Torn
-from hpcrl.store.rows import Row, Trajectory, TrajectoryInfo, leaf
+from hpcrl.store.rows import TRAJECTORIES, Row, Table, TrajectoryInfo, leaf, merge, summarize, table, text
 from hpcrl.store.segment import CLOSED, OPEN, name_parts, read_at, read_header, read_segment, segments
 from hpcrl.store.shard import Shard
 from hpcrl.types import Ended, Receipt, Sequence_, StoreError, Task
 
+if TYPE_CHECKING:
+    import pandas as pd
+
 logger = logging.getLogger(__name__)
+
+_NAMED = (Kind.ADOPT, Kind.END, Kind.REWARD)  # rows of segments whose meta is kept
+Place = tuple[Shard, int]  # a trajectory's fragment: the shard, and its number in the shard's table
 
 
 class Store:
     """Reads shards and closed segments; with `open_segments` also what is in open ones (for lost owners and tests).
 
-    Not thread-safe. Holds files open: `close` it, or use it as a context manager.
+    `only`: index one trajectory, and leave the others out. Not thread-safe. Holds files open: `close` it, or use it as
+    a context manager (which refreshes it first).
     """
 
     _MAX_FILES = 64
+    _MAX_CACHED = 1024  # trajectories whose rows are kept
 
-    def __init__(self, paths: RunPaths, *, open_segments: bool = False) -> None:
-        self._paths = paths
-        self._open_too = open_segments
+    def __init__(self, run: RunPaths | str | Path, *, open_segments: bool = False, only: str = "") -> None:
+        """Raises StoreError when `run` is no run folder."""
+        self._paths = run if isinstance(run, RunPaths) else RunPaths.of(run)
+        self._open_too, self._only = open_segments, only
         self.damaged: dict[str, str] = {}  # file -> what is wrong with it; what could be read of it is indexed
         self._shards: dict[str, Shard] = {}
         self._used: dict[str, Shard] = {}  # those that may hold a file open
         self._uids: set[str] = set()  # of segments that are in a shard
         self._ends: dict[str, int | None] = {}  # segment -> bytes indexed, None when it is closed and done
         self._fds: dict[str, int] = {}
-        self._rows: dict[str, Row] = {}
-        self._names: dict[str, str] = {}  # hash -> trajectory
-        self._trajectories: dict[str, Trajectory] = {}
+        self._places: dict[str, list[Place]] = {}
+        self._fresh: dict[str, dict[str, Row]] = {}  # trajectory -> hash -> row of a segment
+        self._metas: dict[str, Mapping[str, Any]] = {}  # of these
+        self._prompts: dict[str, Row] = {}
+        self._cache: dict[str, tuple[tuple[int, int], dict[str, Row]]] = {}
+        self._merged: Table | None = None
+        self._frame: pd.DataFrame | None = None
 
     def __enter__(self) -> Store:
         self.refresh()
@@ -60,7 +76,7 @@ class Store:
 
     def __len__(self) -> int:
         """How many records are indexed."""
-        return len(self._rows)
+        return len(self._prompts) + sum(len(self.rows(name)) for name in self.names())
 
     def close(self) -> None:
         for shard in self._used.values():
@@ -104,30 +120,17 @@ class Store:
             self.damaged[path.name] = str(error)
 
     def _take_shard(self, path: Path) -> None:
-        shard = Shard(path)
-        self._shards[path.name] = shard
-        self._uids |= {source["uid"] for source in shard.sources}
-        for source in shard.sources:
-            self._forget_file(Path(source["name"]).stem)
-        steps = {name: shard.steps[name].tolist() for name in shard.steps}
-        for at in range(len(shard)):
-            source = shard.sources[steps["segment"][at]]
-            row = Row(
-                hash=steps["hash"][at].decode(),
-                parent=steps["parent"][at].decode(),
-                kind=Kind(steps["kind"][at]),
-                attempt=steps["attempt"][at],
-                step=steps["step"][at],
-                num_sampled=steps["num_sampled"][at],
-                node=source["node"],
-                segment=source["number"],
-                offset=steps["offset"][at],
-                file=path.name,
-                at=at,
-            )
-            known = row.hash in self._rows
-            wanted = not known and row.kind in (Kind.ADOPT, Kind.END, Kind.REWARD)
-            self._add(row, shard.trajectories[steps["trajectory"][at]], shard.header(at)["meta"] if wanted else None)
+        shard = self._shards[path.name] = Shard(path)
+        self._changed()
+        self._uids |= {text(uid) for uid in shard.sources["uid"].tolist()}
+        for name in shard.sources["name"].tolist():
+            self._drop_segment(Path(text(name)).stem)
+        for number, trajectory in enumerate(shard.ids):
+            if not trajectory:
+                self._prompts |= {row.hash: row for row in shard.rows(number)}
+            elif self._only in ("", trajectory):
+                self._places.setdefault(trajectory, []).append((shard, number))
+        self._keep_open(shard)
 
     def _take_segment(self, path: Path) -> None:
         done = self._ends.get(path.stem, 0)
@@ -145,70 +148,102 @@ class Store:
                 return
         node, number = name_parts(path)
         for offset, record in read_segment(path, done):
-            row = Row(
-                hash=record.hash,
-                parent=record.parent,
-                kind=record.kind,
-                attempt=record.attempt,
-                step=record.step,
-                num_sampled=int(record.sampled.sum()),
-                node=node,
-                segment=number,
-                offset=offset,
-                file=path.stem,
-                at=offset,
-            )
-            self._add(row, record.trajectory, record.meta)
+            self._add(Row.of(record, node=node, segment=number, offset=offset, file=path.stem), record)
             done = offset + record.size
         self._ends[path.stem] = None if path.suffix == CLOSED else done
 
-    def _add(self, row: Row, trajectory: str, meta: Mapping[str, Any] | None) -> None:
-        known = self._rows.get(row.hash)
-        if known is not None:
-            if row.file in self._shards:
-                known.file, known.at = row.file, row.at
+    def _add(self, row: Row, record: Record) -> None:
+        if row.kind is Kind.PROMPT:
+            self._prompts.setdefault(row.hash, row)
+        elif self._only in ("", record.trajectory):
+            self._changed()
+            self._fresh.setdefault(record.trajectory, {}).setdefault(row.hash, row)
+            if row.kind in _NAMED:
+                self._metas[row.hash] = record.meta
+
+    def _changed(self) -> None:
+        self._merged = self._frame = None
+
+    def _drop_segment(self, stem: str) -> None:
+        """Its records are in a shard now."""
+        self._forget_file(stem)
+        if self._ends.pop(stem, 0) == 0:
             return
-        self._rows[row.hash] = row
-        self._names[row.hash] = trajectory
-        if not trajectory:
-            return
-        entry = self._trajectories.setdefault(trajectory, Trajectory())
-        entry.rows[row.hash] = row
-        entry.chain = None
-        if meta is not None and row.kind in (Kind.ADOPT, Kind.END, Kind.REWARD):
-            entry.meta[row.hash] = meta
+        self._ends[stem] = None
+        for trajectory, rows in list(self._fresh.items()):
+            gone = [hash for hash, row in rows.items() if row.file == stem]
+            for hash in gone:
+                del rows[hash]
+                self._metas.pop(hash, None)
+            if gone:
+                self._cache.pop(trajectory, None)
+            if not rows:
+                del self._fresh[trajectory]
 
     def _forget_file(self, stem: str) -> None:
         fd = self._fds.pop(stem, None)
         if fd is not None:
             os.close(fd)
 
-    # ---- reading
+    # ---- records
 
-    def has(self, hash: str) -> bool:
-        return hash in self._rows
+    def rows(self, trajectory: str) -> Mapping[str, Row]:
+        """A trajectory's records by hash, those of shards first, else in the order that they were read."""
+        places, fresh = self._places.get(trajectory, ()), self._fresh.get(trajectory, {})
+        stamp = (len(places), len(fresh))
+        known = self._cache.get(trajectory)
+        if known is not None and known[0] == stamp:
+            return known[1]
+        found: dict[str, Row] = {}
+        for shard, number in places:
+            for row in shard.rows(number):
+                found.setdefault(row.hash, row)
+            self._keep_open(shard)
+        for hash, row in fresh.items():
+            found.setdefault(hash, row)
+        self._cache[trajectory] = (stamp, found)
+        if len(self._cache) > self._MAX_CACHED:
+            del self._cache[next(iter(self._cache))]
+        return found
 
-    def record(self, hash: str) -> Record:
+    def prompts(self) -> Mapping[str, Row]:
+        """The PROMPT records by hash."""
+        return self._prompts
+
+    def has(self, trajectory: str, hash: str) -> bool:
+        return hash in self.rows(trajectory)
+
+    def read(self, row: Row) -> Record:
+        """A row's record. Raises StoreError when it is damaged, or its file is gone and no shard has it."""
+        if row.file in self._shards:
+            return self._keep_open(self._shards[row.file]).record(row.at)
+        try:
+            return read_at(self._fd(row.file), row.at, f"{self._paths.log / row.file}")
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.ESTALE):
+                raise
+        raise _Moved(f"{self._paths.log / row.file}: is gone, and no shard holds record {row.hash}")
+
+    def record(self, trajectory: str, hash: str) -> Record:
         """Raises StoreError when it isn't here or is damaged."""
-        row = self._rows.get(hash)
-        if row is None:
-            raise StoreError(f"{self._paths.root}: no record {hash}")
-        for _ in range(3):
-            shard = self._shards.get(row.file)
-            if shard is not None:
-                self._used[row.file] = shard
-                if len(self._used) > self._MAX_FILES:
-                    self._used.pop(next(iter(self._used))).close()
-                return shard.record(row.at)
+        for again in (True, False):
+            row = self.rows(trajectory).get(hash) if trajectory else self._prompts.get(hash)
+            if row is None:
+                raise StoreError(f"{self._paths.root}: no record {hash}")
             try:
-                return read_at(self._fd(row.file), row.at, f"{self._paths.log / row.file}")
-            except OSError as error:
-                if error.errno not in (errno.ENOENT, errno.ESTALE):
+                return self.read(row)
+            except _Moved:
+                if not again:
                     raise
-            # Its segment became a shard, which knows the row by its hash.
             self._forget_file(row.file)
-            self.refresh()
-        raise StoreError(f"{self._paths.log / row.file}: is gone, and no shard holds record {hash}")
+            self.refresh()  # its segment became a shard
+        raise AssertionError
+
+    def _keep_open(self, shard: Shard) -> Shard:
+        self._used[shard.path.name] = shard
+        if len(self._used) > self._MAX_FILES:
+            self._used.pop(next(iter(self._used))).close()
+        return shard
 
     def _fd(self, stem: str) -> int:
         fd = self._fds.get(stem)
@@ -223,118 +258,259 @@ class Store:
             self._fds[stem] = fd
         return fd
 
-    def _walk(self, head: str) -> list[Row]:
+    # ---- chains
+
+    def _walk(self, trajectory: str, head: str) -> list[Row]:
         """Rows from the chain's root to `head`."""
-        rows: list[Row] = []
+        known = self.rows(trajectory)
+        found: list[Row] = []
         hash = head
         while hash:
-            row = self._rows.get(hash)
+            row = known.get(hash)
             if row is None:
-                child = f", the parent of {rows[-1].hash}" if rows else ""
-                raise StoreError(f"{self._paths.root}: no record {hash}{child}")
-            rows.append(row)
+                child = f", the parent of {found[-1].hash}" if found else ""
+                raise StoreError(f"{self._paths.root}: {trajectory}: no record {hash}{child}")
+            found.append(row)
             hash = row.parent
-        return rows[::-1]
+        return found[::-1]
 
-    def complete(self, head: str) -> bool:
-        """Whether `head` and every record before it on its chain are here."""
+    def complete(self, trajectory: str, head: str) -> bool:
+        """Whether `head`, every record before it on its chain, and their prompts are here."""
         try:
-            return bool(self._walk(head))
+            chain = self._walk(trajectory, head)
         except StoreError:
             return False
+        return bool(chain) and all(row.root in self._prompts for row in chain if row.root)
 
-    def chain(self, head: str) -> list[Record]:
+    def chain(self, trajectory: str, head: str) -> list[Record]:
         """Root (the first ADOPT) to head. Raises StoreError naming a parent that isn't here."""
-        return [self.record(row.hash) for row in self._walk(head)]
+        return [self.record(trajectory, row.hash) for row in self._walk(trajectory, head)]
 
-    def sequence(self, head: str, reward: float) -> Sequence_:
+    def sequence(self, trajectory: str, head: str, reward: float) -> Sequence_:
         """The chain that ends in `head` as training data: the tokens of its newest context, in order.
 
         Raises StoreError when a record is missing, or the chain names no root.
         """
-        records = self.chain(head)
-        first = max((i for i, record in enumerate(records) if record.meta.get("root")), default=-1)
+        rows = self._walk(trajectory, head)
+        first = max((i for i, row in enumerate(rows) if row.root), default=-1)
         if first < 0:
             raise StoreError(f"{self._paths.root}: the chain to {head} names no root prompt")
-        root = self.record(records[first].meta["root"])
-        parts = [root, *(record for record in records[first:] if len(record.ids))]
-        columns = {name: np.concatenate([part.filled(name) for part in parts]) for name in COLUMNS}
-        steps = np.repeat([-1, *(part.step for part in parts[1:])], [len(part.ids) for part in parts])
-        return Sequence_(trajectory=records[-1].trajectory, steps=steps.astype(np.int32), reward=reward, **columns)
+        root = self.record("", rows[first].root)
+        rows = [row for row in rows[first:] if row.num_tokens]
+        columns = {name: [root.filled(name)] for name in COLUMNS}
+        for run in self._runs(rows):
+            for name, part in self._tokens(trajectory, run).items():
+                columns[name].append(part)
+        steps = np.repeat([-1, *(row.step for row in rows)], [len(root.ids), *(row.num_tokens for row in rows)])
+        whole = {name: np.concatenate(parts) for name, parts in columns.items()}
+        return Sequence_(trajectory=trajectory, steps=steps.astype(np.int32), reward=reward, **whole)
 
-    def context(self, head: str) -> Sequence_:
+    def _runs(self, rows: Sequence[Row]) -> Iterator[list[Row]]:
+        """Cut into rows that lie side by side in one shard."""
+        run: list[Row] = []
+        for row in rows:
+            if run and not (row.file in self._shards and row.file == run[-1].file and row.at == run[-1].at + 1):
+                yield run
+                run = []
+            run.append(row)
+        if run:
+            yield run
+
+    def _tokens(self, trajectory: str, run: Sequence[Row]) -> Mapping[str, Any]:
+        """The token columns of rows that lie side by side."""
+        shard, steps = self._located(trajectory, run)
+        if shard is None:
+            record = self.record(trajectory, run[0].hash)
+            return {name: record.filled(name) for name in COLUMNS}
+        return {name: self._keep_open(shard).slices(name, steps) for name in COLUMNS}
+
+    def _located(self, trajectory: str, run: Sequence[Row]) -> tuple[Shard | None, Table]:
+        """The shard of rows that lie side by side, and their rows there; None for one in a segment."""
+        shard = self._shards.get(run[0].file)
+        if shard is None:
+            return None, np.empty(0, np.void)
+        number = next(number for place, number in self._places[trajectory] if place is shard)
+        first = run[0].at - int(shard.trajectories[number]["first_row"])
+        return shard, shard.steps(number)[first : first + len(run)]
+
+    def trajectory(self, trajectory: str) -> Sequence_:
+        """The whole of a trajectory's tokens, root to head, with its reward (nan where it has none)."""
+        head = self.head(trajectory)
+        if head is None:
+            raise StoreError(f"{self._paths.root}: no trajectory {trajectory!r} in the store")
+        info = self.info(trajectory)
+        assert info is not None
+        return self.sequence(trajectory, head, sum(info.rewards.values()) if info.rewards else math.nan)
+
+    def batch(self, trajectories: Sequence[str]) -> dict[str, NDArray[Any]]:
+        """Trajectories side by side, padded right with the columns' defaults: `ids`, `logprobs`, `sampled`, `versions`
+        and `steps` are [B, T]; `lengths` and `rewards` are [B]."""
+        found = [self.trajectory(one) for one in trajectories]
+        lengths = np.array([len(one.ids) for one in found], np.int32)
+        shape = (len(found), int(lengths.max(initial=0)))
+        made: dict[str, NDArray[Any]] = {
+            name: np.full(shape, default, dtype) for name, (dtype, default) in COLUMNS.items()
+        }
+        made["steps"] = np.full(shape, -1, np.int32)
+        for row, one in enumerate(found):
+            for name, column in made.items():
+                column[row, : lengths[row]] = getattr(one, name)
+        rewards = np.array([one.reward for one in found], np.float32)
+        return {**made, "lengths": lengths, "rewards": rewards}
+
+    def steps(self, ids: Sequence[tuple[str, int]]) -> list[Sequence_]:
+        """The tokens that each (trajectory, step) added: the act's, then the observation's.
+
+        All that is needed is asked of the disk before any of it is waited for. Raises StoreError for a step that isn't.
+        """
+        for trajectory, _ in ids:
+            if trajectory not in self._cache:
+                for shard, number in self._places.get(trajectory, ()):
+                    self._keep_open(shard).ahead_steps(number)
+        wanted = []
+        for trajectory, step in ids:
+            rows = [row for row in self._chain_of(trajectory) if row.step == step and row.num_tokens]
+            if not rows:
+                raise StoreError(f"{self._paths.root}: {trajectory!r} has no step {step}")
+            wanted.append([(run, *self._located(trajectory, run)) for run in self._runs(rows)])
+        for runs in wanted:
+            for _, place, steps in runs:
+                if place is not None:
+                    self._keep_open(place).ahead(steps)
+        found = []
+        for (trajectory, step), runs in zip(ids, wanted, strict=True):
+            parts = [self._tokens(trajectory, run) for run, _, _ in runs]
+            whole = {name: np.concatenate([part[name] for part in parts]) for name in COLUMNS}
+            numbers = np.full(len(whole["ids"]), step, np.int32)
+            found.append(Sequence_(trajectory=trajectory, steps=numbers, reward=math.nan, **whole))
+        return found
+
+    def context(self, trajectory: str, head: str) -> Sequence_:
         """`sequence` before there is a reward (nan): what an attempt that adopts `head` continues with."""
-        return self.sequence(head, math.nan)
+        return self.sequence(trajectory, head, math.nan)
+
+    def unsettled(self, trajectory: str, head: str) -> list[Record]:
+        """Of the chain to `head` and its prompts: what only open segments hold; their owner may not have synced it."""
+        chain = self._walk(trajectory, head)
+        open_files = {file for file, end in self._ends.items() if end is not None}
+        roots = [self._prompts[row.root] for row in chain if row.root in self._prompts]
+        lost = [self.read(row) for row in roots if row.file in open_files]
+        return lost + [self.record(trajectory, row.hash) for row in chain if row.file in open_files]
 
     # ---- trajectories
 
+    def names(self) -> Iterable[str]:
+        """The ids of all trajectories, in the order that they were first read."""
+        return {**dict.fromkeys(self._places), **dict.fromkeys(self._fresh)}.keys()
+
+    def _head(self, trajectory: str) -> Row | None:
+        """The last record of the highest attempt's chain."""
+        chained = [row for row in self.rows(trajectory).values() if row.kind in CHAINED]
+        highest = max((row.attempt for row in chained), default=0)
+        return leaf([row for row in chained if row.attempt == highest])
+
     def _chain_of(self, trajectory: str) -> list[Row]:
         """The rows of the highest attempt's chain; from its first known record when a parent is missing."""
-        entry = self._trajectories[trajectory]
-        if entry.chain is None:
-            rows = [row for row in entry.rows.values() if row.kind in CHAINED]
-            highest = max((row.attempt for row in rows), default=0)
-            chain = [row for row in rows if row.attempt == highest]
-            last = leaf(chain)
-            entry.chain = []
-            while last is not None:
-                entry.chain.append(last)
-                last = self._rows.get(last.parent)
-            entry.chain.reverse()
-        return entry.chain
+        known = self.rows(trajectory)
+        chain: list[Row] = []
+        row = self._head(trajectory)
+        while row is not None:
+            chain.append(row)
+            row = known.get(row.parent)
+        return chain[::-1]
 
     def head(self, trajectory: str) -> str | None:
         """The last record of the highest attempt's chain (END where it ended); None when nothing of it is here."""
-        if trajectory not in self._trajectories or not self._chain_of(trajectory):
-            return None
-        return self._chain_of(trajectory)[-1].hash
+        row = self._head(trajectory)
+        return row.hash if row else None
 
-    def ended(self, head: str) -> Ended | None:
-        """What the END record `head` says; None when it is another kind of record, or not here. Reads nothing."""
-        row = self._rows.get(head)
+    def _meta(self, trajectory: str, row: Row) -> Mapping[str, Any]:
+        if row.hash in self._metas:
+            return self._metas[row.hash]
+        return self.record(trajectory, row.hash).meta
+
+    def ended(self, trajectory: str, head: str) -> Ended | None:
+        """What the END record `head` says; None when it is another kind of record, or not here."""
+        row = self.rows(trajectory).get(head)
         if row is None or row.kind is not Kind.END:
             return None
-        return Ended.from_json({**self._trajectories[self._names[head]].meta[head], "head": head})
-
-    def unsettled(self, head: str) -> list[Record]:
-        """Of the chain to `head` and its prompts: what only open segments hold; their owner may not have synced it."""
-        chain = self.chain(head)
-        roots = [self.record(hash) for record in chain if (hash := record.meta.get("root"))]
-        open_files = {file for file, end in self._ends.items() if end is not None}
-        return [record for record in (*roots, *chain) if self._rows[record.hash].file in open_files]
+        return Ended.from_json({**self._meta(trajectory, row), "head": head})
 
     def task(self, trajectory: str) -> Task:
         """Raises StoreError when no ADOPT record of it is here."""
-        for meta in self._metas(trajectory, Kind.ADOPT):
-            return Task(**meta["task"])
+        for row in self.rows(trajectory).values():
+            if row.kind is Kind.ADOPT:
+                return Task(**self._meta(trajectory, row)["task"])
         raise StoreError(f"{self._paths.root}: no trajectory {trajectory!r} in the store")
 
-    def _metas(self, trajectory: str, kind: Kind) -> Iterator[Mapping[str, Any]]:
-        entry = self._trajectories.get(trajectory) or Trajectory()
-        return (meta for hash, meta in entry.meta.items() if entry.rows[hash].kind is kind)
+    def summary(self) -> Table:
+        """One row per trajectory, the fields of rows.TRAJECTORIES; kept until something new is taken in."""
+        if self._merged is None:
+            fresh = [summarize(name, rows.values(), self._metas) for name, rows in self._fresh.items()]
+            found = [shard.trajectories for shard in self._shards.values()]
+            merged = merge([*found, table(fresh, TRAJECTORIES)])
+            merged = merged[merged["id"] != b""]
+            self._merged = merged[merged["id"] == self._only.encode()] if self._only else merged
+            for at in np.flatnonzero(self._merged["status"] == b""):
+                try:
+                    chain = self._chain_of(text(self._merged["id"][at]))
+                except StoreError as error:
+                    logger.error("%s", error)  # its last fragment's counts must do
+                    continue
+                self._merged["num_steps"][at] = sum(row.kind is Kind.ACT for row in chain)
+                self._merged["num_sampled"][at] = sum(row.num_sampled for row in chain)
+                self._merged["num_tokens"][at] = sum(row.num_tokens for row in chain)
+        return self._merged
 
-    def names(self) -> Iterable[str]:
-        """The ids of all trajectories, in the order that they were first read."""
-        return self._trajectories.keys()
+    def summaries(self) -> Iterator[dict[str, Any]]:
+        """`summary`, one dict per trajectory, strings decoded."""
+        found = self.summary()
+        for values in found.tolist():
+            names = zip(found.dtype.names or (), values, strict=True)
+            yield {name: text(value) if isinstance(value, bytes) else value for name, value in names}
 
-    def trajectories(self) -> Iterator[TrajectoryInfo]:
-        for trajectory in list(self._trajectories):
-            info = self.info(trajectory)
-            if info is not None:
-                yield info
+    def query(self, **conditions: Any) -> pd.DataFrame:
+        """The trajectories that meet all conditions (`store.query.CONDITIONS`), one row each; without any, all.
+
+        >>> store.query(kind="eval", task_kind="count_bits", reward_below=0.5, since=wall)  # doctest: +SKIP
+        """
+        from hpcrl.store import query
+
+        if self._frame is None:
+            self._frame = query.frame(self)
+        return query.query(self._frame, conditions)
+
+    def rewards(self) -> pd.DataFrame:
+        """One row per score, late ones included."""
+        from hpcrl.store import query
+
+        return query.rewards(self)
+
+    def tables(self, name: str) -> Iterator[Table]:
+        """One of the tables of every shard, such as "rewards" or "transitions"."""
+        return (self._keep_open(shard).whole(name) for shard in self._shards.values())
+
+    def fresh(self) -> Iterator[tuple[str, Row, Mapping[str, Any]]]:
+        """(trajectory, row, meta) of each ADOPT, END and REWARD record that is in no shard yet."""
+        for trajectory, rows in self._fresh.items():
+            for row in rows.values():
+                if row.hash in self._metas:
+                    yield trajectory, row, self._metas[row.hash]
 
     def info(self, trajectory: str) -> TrajectoryInfo | None:
-        """None when no record of its chain is here."""
-        entry = self._trajectories.get(trajectory)
-        chain = self._chain_of(trajectory) if entry else []
-        if entry is None or not chain:
+        """None when no record of its chain is here. Reads its rows: for all trajectories, `summary` is quicker."""
+        chain = self._chain_of(trajectory)
+        if not chain:
             return None
-        adopts = [entry.meta[row.hash] for row in chain if row.kind is Kind.ADOPT]
-        adopt = adopts[-1] if adopts else next(self._metas(trajectory, Kind.ADOPT), {})
-        ended = entry.meta[chain[-1].hash] if chain[-1].kind is Kind.END else {}
+        rows = self.rows(trajectory).values()
+        adopts = [row for row in chain if row.kind is Kind.ADOPT] or [row for row in rows if row.kind is Kind.ADOPT]
+        adopt = self._meta(trajectory, adopts[-1]) if adopts else {}
+        ended = self._meta(trajectory, chain[-1]) if chain[-1].kind is Kind.END else {}
         rewards = dict(ended.get("rewards") or {})
-        for meta in self._metas(trajectory, Kind.REWARD):
-            rewards[meta.get("source", "")] = meta.get("value")
+        for row in rows:
+            if row.kind is Kind.REWARD:
+                meta = self._meta(trajectory, row)
+                rewards[meta.get("source", "")] = meta.get("value")
         return TrajectoryInfo(
             trajectory=trajectory,
             kind=adopt.get("kind", ""),
@@ -347,19 +523,22 @@ class Store:
             rewards=rewards,
             num_steps=sum(row.kind is Kind.ACT for row in chain),
             num_sampled=sum(row.num_sampled for row in chain),
-            num_orphans=sum(row.kind in CHAINED for row in entry.rows.values()) - len(chain),
+            num_orphans=sum(row.kind in CHAINED for row in rows) - len(chain),
             node=chain[-1].node,
         )
 
+    def trajectories(self) -> Iterator[TrajectoryInfo]:
+        for trajectory in self.names():
+            info = self.info(trajectory)
+            if info is not None:
+                yield info
+
     def records(self, trajectory: str) -> list[Record]:
         """All of a trajectory's records, orphans, rewards and transitions included, in the order they were read."""
-        entry = self._trajectories.get(trajectory)
-        return [self.record(hash) for hash in entry.rows] if entry else []
+        return [self.record(trajectory, hash) for hash in self.rows(trajectory)]
 
     def receipts(self, trajectory: str) -> list[Receipt]:
-        """Of the chain, in its order. Reads nothing."""
-        if trajectory not in self._trajectories:
-            return []
+        """Of the chain, in its order. Reads no payload."""
         return [
             Receipt(
                 trajectory=trajectory,
@@ -374,6 +553,6 @@ class Store:
             for row in self._chain_of(trajectory)
         ]
 
-    def rows(self) -> Iterator[tuple[str, Row]]:
-        """(trajectory, row) of every record."""
-        return ((self._names[hash], row) for hash, row in self._rows.items())
+
+class _Moved(StoreError):
+    """A segment's file is gone."""

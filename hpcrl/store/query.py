@@ -1,114 +1,111 @@
-"""Questions about a whole run: is the store sound, and the trajectories as a pandas table."""
+"""The store as pandas tables: trajectories with conditions, rewards. The one place where pandas is."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pandas as pd
 
-from hpcrl.layout import RunPaths
-from hpcrl.store.compact import shards
-from hpcrl.store.index import Store
-from hpcrl.store.ledger import entries, lineage, trained_twice
-from hpcrl.store.records import CHAINED, missing
-from hpcrl.store.segment import CLOSED, OPEN, segments
-from hpcrl.store.shard import Shard
-from hpcrl.types import StoreError
+from hpcrl.store.records import Kind
+from hpcrl.store.rows import Table, number, text
+from hpcrl.types import ConfigError
 
-_SHOWN = 20  # of each kind of problem
+if TYPE_CHECKING:
+    from hpcrl.store.index import Store
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VerifyReport:
-    """Counts; the first of each kind of problem are told in `problems`. Orphans and open trajectories are none."""
-
-    shards: int
-    segments: int  # closed and open
-    records: int
-    trajectories: int
-    open_trajectories: int
-    orphans: int  # records of lower attempts, off the chain
-    damaged: int  # files and records whose checksum or hash differs
-    missing_parents: int  # records whose parent, or whose root prompt, isn't here
-    out_of_order: int  # records acknowledged before their parent
-    lacking_fields: int  # records without a field that docs/store-format.md requires
-    ledger_entries: int
-    ledger_heads_missing: int
-    updates: int  # of the lineage that made the present weights
-    trained_twice: int  # trajectories in two of these
-    problems: tuple[str, ...]
-
-    @property
-    def ok(self) -> bool:
-        return not self.problems
+_FEW = ("status", "fault", "kind", "environment", "task_kind", "phase", "node")  # columns of few different values
+# What `Store.query` takes: keyword -> (column, comparison).
+CONDITIONS: Mapping[str, tuple[str, str]] = {
+    **{name: (name, "is") for name in (*_FEW, "task", "group", "attempt", "success")},
+    "since": ("wall", ">="),
+    "until": ("wall", "<"),
+    "reward_below": ("reward", "<"),
+    "reward_above": ("reward", ">"),
+}
 
 
-def verify(paths: RunPaths) -> VerifyReport:
-    """Read every record and check it, its place on the chain, and the ledger and progress against the store."""
-    problems: dict[str, list[str]] = {}
+def frame(store: Store) -> pd.DataFrame:
+    """One row per trajectory, in the order that they were first read: the columns of rows.TRAJECTORIES.
 
-    def problem(kind: str, text: str) -> None:
-        problems.setdefault(kind, []).append(text)
-
-    with Store(paths, open_segments=True) as store:
-        for text in store.damaged.values():
-            problem("damaged", text)
-        for path in shards(paths):
-            try:
-                Shard(path).check()
-            except StoreError as error:
-                if path.name not in store.damaged:
-                    problem("damaged", str(error))
-        rows = {row.hash: row for _, row in store.rows()}
-        for trajectory, row in store.rows():
-            label = f"{row.kind.name} {row.hash} of {trajectory or 'a prompt'}"
-            try:
-                record = store.record(row.hash)
-            except (StoreError, OSError) as error:
-                problem("damaged", str(error))
-                continue
-            for key in missing(record):
-                problem("lacking", f"{label}: no field {key}")
-            for name, hash in (("parent", record.parent), ("root", str(record.meta.get("root") or ""))):
-                if hash and hash not in rows:
-                    problem("parents", f"{label}: its {name} {hash} is missing")
-            parent = rows.get(row.parent)
-            together = parent is not None and row.kind in CHAINED and parent.node == row.node
-            if together and parent and (parent.segment, parent.offset) > (row.segment, row.offset):
-                problem("order", f"{label}: was stored before its parent")
-        infos = list(store.trajectories())
-        ledger = entries(paths)
-        for position, entry in ledger:
-            if not store.complete(entry.head):
-                problem("heads", f"ledger {position}: head {entry.head} of {entry.trajectory} is missing")
-    updates = lineage(paths)
-    for trajectory in trained_twice(updates):
-        problem("twice", f"{trajectory}: trained twice")
-    return VerifyReport(
-        shards=len(shards(paths)),
-        segments=len(segments(paths.log, CLOSED)) + len(segments(paths.log, OPEN)),
-        records=len(rows),
-        trajectories=len(infos),
-        open_trajectories=sum(info.status == "open" for info in infos),
-        orphans=sum(info.num_orphans for info in infos),
-        damaged=len(problems.get("damaged", ())),
-        missing_parents=len(problems.get("parents", ())),
-        out_of_order=len(problems.get("order", ())),
-        lacking_fields=len(problems.get("lacking", ())),
-        ledger_entries=len(ledger),
-        ledger_heads_missing=len(problems.get("heads", ())),
-        updates=len(updates),
-        trained_twice=len(problems.get("twice", ())),
-        problems=tuple(text for texts in problems.values() for text in texts[:_SHOWN]),
-    )
+    `status` is "open" where the trajectory has not ended. `reward` counts a REWARD record in place of what END says of
+    the same source and step.
+    """
+    found = store.summary()
+    columns: dict[str, Any] = {}
+    for name in found.dtype.names or ():
+        values = found[name]
+        if values.dtype.kind != "S":
+            columns[name] = values
+        elif name in _FEW:
+            few, codes = np.unique(values, return_inverse=True)
+            columns[name] = pd.Categorical.from_codes(codes, pd.Index([text(one) for one in few.tolist()]))
+        else:
+            columns[name] = [text(one) for one in values.tolist()]
+    columns["status"] = columns["status"].rename_categories({"": "open"})
+    made = pd.DataFrame(columns).rename(columns={"id": "trajectory"})
+    given = rewards(store)
+    late = given.loc[given["late"], "trajectory"].unique()
+    if len(late):
+        latest = given[given["trajectory"].isin(late)].sort_values(["late", "wall"], kind="stable")
+        latest = latest.drop_duplicates(["trajectory", "step", "source"], keep="last")
+        sums = made["trajectory"].map(latest.groupby("trajectory")["value"].sum())
+        made["reward"] = sums.where(sums.notna(), made["reward"])
+    return made
 
 
-def table(paths: RunPaths) -> pd.DataFrame:
-    """One row per trajectory: the fields of TrajectoryInfo, each source's reward as a column `reward.<source>`."""
-    with Store(paths, open_segments=True) as store:
-        found = []
-        for info in store.trajectories():
-            row = asdict(info)
-            row |= {f"reward.{source}": value for source, value in row.pop("rewards").items()}
-            found.append(row)
-    return pd.DataFrame(found)
+def rewards(store: Store) -> pd.DataFrame:
+    """One row per score: trajectory, step, source, value, wall, late (of a REWARD record, not of an END)."""
+    tables = [decoded(table) for table in store.tables("rewards")]
+    names = ("trajectory", "step", "source", "value", "wall", "late")
+    fresh = []
+    for trajectory, row, meta in store.fresh():
+        if row.kind is Kind.END:
+            given = (meta.get("rewards") or {}).items()
+            fresh += [(trajectory, row.step, source, number(value), row.wall, False) for source, value in given]
+        elif row.kind is Kind.REWARD:
+            fresh.append((trajectory, row.step, meta.get("source", ""), number(meta.get("value")), row.wall, True))
+    tables.append(pd.DataFrame(fresh, columns=list(names)))
+    found = pd.concat([table for table in tables if len(table)] or tables[-1:], ignore_index=True)
+    return found.drop_duplicates(ignore_index=True).astype({"late": bool})
+
+
+def decoded(table: Table) -> pd.DataFrame:
+    """A shard's table with its strings as text."""
+    values = {name: table[name] for name in table.dtype.names or ()}
+    return pd.DataFrame({
+        name: [text(one) for one in column.tolist()] if column.dtype.kind == "S" else column
+        for name, column in values.items()
+    })  # fmt: skip
+
+
+def query(made: pd.DataFrame, conditions: Mapping[str, Any]) -> pd.DataFrame:
+    """The rows of `frame` that meet every condition; a list means any of its values. See CONDITIONS, and `version`.
+
+    Raises ConfigError for a condition that there isn't.
+    """
+    mask = np.ones(len(made), bool)
+    for name, value in conditions.items():
+        if value is None:
+            continue
+        if name == "version":  # that sampled any of its tokens
+            mask &= (made["min_version"] <= value).to_numpy() & (made["max_version"] >= value).to_numpy()
+            continue
+        if name not in CONDITIONS:
+            raise ConfigError(f"query: no condition {name!r}; there are: {', '.join([*CONDITIONS, 'version'])}")
+        column, comparison = CONDITIONS[name]
+        series = made[column]
+        match comparison:
+            case "is" if isinstance(value, Sequence) and not isinstance(value, str):
+                met = series.isin(list(value))
+            case "is":
+                met = series == value
+            case "<":
+                met = series < value
+            case ">":
+                met = series > value
+            case _:
+                met = series >= value
+        mask &= met.to_numpy(bool)
+    return made[mask]

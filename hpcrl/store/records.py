@@ -1,6 +1,6 @@
 """The record: what one is, its hash, its bytes. No other file knows the format; docs/store-format.md explains it.
 
-    frame = length u32 | kind u8 | crc32c u32 | payload          (little endian; length counts the payload alone)
+    frame = length u32 | kind u8 | crc32c u32 | hash 16 bytes | payload      (little endian; length: the payload's)
     payload = header length u32 | header JSON | ids | logprobs | versions | sampled     (raw arrays, present ones only)
 
 The chain of a trajectory, each record naming its parent by hash:
@@ -23,14 +23,14 @@ from functools import cached_property
 from hashlib import blake2b
 from typing import Any
 
-import google_crc32c
 import numpy as np
+from crc32c import crc32c
 from numpy.typing import ArrayLike, NDArray
 
 from hpcrl.types import BoolArray, Float32Array, Int32Array, StoreError
 
-FORMAT = 1
-FRAME = struct.Struct("<IBI")
+FORMAT = 2
+FRAME = struct.Struct("<IBI16s")
 LENGTH = struct.Struct("<I")
 MAX_PAYLOAD = 1 << 30  # bytes; a longer length is damage, not a record
 
@@ -115,8 +115,15 @@ class Record:
 
     @cached_property
     def hash(self) -> str:
-        """32 hexadecimal characters."""
-        return self._hash_of(self.payload)
+        """32 hexadecimal characters. A record that was read has the one that was stored with it; `true_hash` is made
+        anew."""
+        return self.true_hash
+
+    @property
+    def true_hash(self) -> str:
+        if self.kind is Kind.PROMPT:
+            return prompt_hash(self.ids)
+        return blake2b(self.payload, digest_size=16).hexdigest()
 
     @cached_property
     def payload(self) -> bytes:
@@ -140,33 +147,18 @@ class Record:
         return self.payload
 
     @classmethod
-    def decode(cls, payload: bytes) -> Record:
-        """Raises StoreError when the bytes are no record."""
+    def decode(cls, payload: bytes, hash: str = "") -> Record:
+        """`hash`: as it was stored with the payload. Raises StoreError when the bytes are no record."""
         try:
-            (size,) = LENGTH.unpack_from(payload)
-            view = memoryview(payload)[LENGTH.size :]
-            return cls.from_parts(bytes(view[:size]), view[size:], payload)
-        except (struct.error, ValueError, KeyError, TypeError) as error:
+            head, _, arrays = split(payload)
+            values = {name: np.frombuffer(view, COLUMNS[name][0]) for name, view in arrays.items()}
+            head.pop("arrays")
+            record = cls(**{**head, **values, "kind": Kind(head["kind"])})
+        except (struct.error, ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
             raise StoreError(f"not a record: {error}") from error
-
-    @classmethod
-    def from_parts(cls, header: bytes, arrays: bytes | memoryview, payload: bytes | None = None) -> Record:
-        """From the header's JSON and the raw arrays one after the other (views of `arrays`, not copies)."""
-        head = json.loads(header)
-        values: dict[str, Any] = {}
-        start = 0
-        for name, (dtype, _) in COLUMNS.items():
-            count = head["arrays"].get(name, 0)
-            values[name] = np.frombuffer(arrays, dtype, count, start)
-            start += count * dtype.itemsize
-        if start != len(arrays):
-            raise ValueError(f"record of {len(arrays)} array bytes where its header says {start}")
-        head.pop("arrays")
-        values |= head
-        values["kind"] = Kind(head["kind"])
-        record = cls(**values)
-        if payload is not None:
-            record.__dict__["payload"] = payload
+        record.__dict__["payload"] = payload
+        if hash:
+            record.__dict__["hash"] = hash
         return record
 
     def __eq__(self, other: object) -> bool:
@@ -189,12 +181,10 @@ class Record:
         return FRAME.size + len(self.payload)
 
     def frame(self) -> bytes:
-        return FRAME.pack(len(self.payload), self.kind, checksum(self.kind, self.payload)) + self.payload
-
-    def _hash_of(self, payload: bytes) -> str:
-        if self.kind is Kind.PROMPT:
-            return prompt_hash(self.ids)
-        return blake2b(payload, digest_size=16).hexdigest()
+        digest = bytes.fromhex(self.hash)
+        return (
+            FRAME.pack(len(self.payload), self.kind, checksum(self.kind, digest, self.payload), digest) + self.payload
+        )
 
 
 def prompt(ids: ArrayLike) -> Record:
@@ -206,8 +196,30 @@ def prompt_hash(ids: Int32Array) -> str:
     return blake2b(np.ascontiguousarray(ids, "<i4").tobytes(), digest_size=16, person=b"prompt").hexdigest()
 
 
-def checksum(kind: int, payload: bytes) -> int:
-    return int(google_crc32c.extend(google_crc32c.value(bytes((kind,))), payload))
+def checksum(kind: int, digest: bytes, payload: bytes | memoryview) -> int:
+    """CRC-32C (Castagnoli) of a frame's kind, hash and payload."""
+    return int(crc32c(payload, crc32c(bytes((kind,)) + digest)))
+
+
+Parts = tuple[dict[str, Any], memoryview, Mapping[str, memoryview]]
+
+
+def split(payload: bytes | memoryview) -> Parts:
+    """A payload's header, the header's JSON, and the bytes of each array that is there. Raises ValueError, KeyError."""
+    view = memoryview(payload)
+    (size,) = LENGTH.unpack_from(view)
+    start = LENGTH.size + size
+    text = view[LENGTH.size : start]
+    head = json.loads(bytes(text))
+    arrays = {}
+    for name, (dtype, _) in COLUMNS.items():
+        count = head["arrays"].get(name, 0)
+        if count:
+            arrays[name] = view[start : start + count * dtype.itemsize]
+            start += count * dtype.itemsize
+    if start != len(view):
+        raise ValueError(f"payload of {len(view)} bytes where its header says {start}")
+    return head, text, arrays
 
 
 def missing(record: Record) -> list[str]:
@@ -224,18 +236,24 @@ class Torn(Exception):
     """The bytes at an offset are no whole frame: a torn tail in an open segment, damage in a closed one."""
 
 
-def read_frame(data: bytes | memoryview, offset: int) -> tuple[Record, int]:
-    """The record at `offset` and the offset after it. Raises Torn, with the reason, where there is no whole one."""
+def raw_frame(data: memoryview, offset: int) -> tuple[int, bytes, memoryview, int]:
+    """Kind, hash and payload of the frame at `offset`, the offset after it. Raises Torn where there is no whole one."""
     if len(data) - offset < FRAME.size:
         raise Torn("header cut short")
-    size, kind, crc = FRAME.unpack_from(data, offset)
+    size, kind, crc, digest = FRAME.unpack_from(data, offset)
     start = offset + FRAME.size
     if size > MAX_PAYLOAD or len(data) - start < size:
         raise Torn(f"payload of {size} bytes cut short")
-    payload = bytes(data[start : start + size])
-    if checksum(kind, payload) != crc:
+    payload = data[start : start + size]
+    if checksum(kind, digest, payload) != crc:
         raise Torn("checksum differs")
-    record = Record.decode(payload)
+    return kind, digest, payload, start + size
+
+
+def read_frame(data: bytes | memoryview, offset: int) -> tuple[Record, int]:
+    """The record at `offset` and the offset after it. Raises Torn, with the reason, where there is no whole one."""
+    kind, digest, payload, end = raw_frame(memoryview(data), offset)
+    record = Record.decode(bytes(payload), digest.hex())
     if record.kind != kind:
         raise Torn(f"kind {kind} in the frame, {record.kind} within")
-    return record, start + size
+    return record, end

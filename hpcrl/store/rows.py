@@ -1,12 +1,76 @@
-"""What the index keeps of a record and of a trajectory, and which record a chain ends in. No I/O."""
+"""The tables that an index is made of: one row per record, one per trajectory. No I/O.
+
+A trajectory's row in one file tells what that file holds of it (a *fragment*); `merge` puts fragments together.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from hpcrl.store.records import Kind
+import numpy as np
+from numpy.typing import NDArray
+
+from hpcrl.store.records import CHAINED, Kind, Record
+from hpcrl.types import Task
+
+Table = NDArray[np.void]  # structured
+
+# Field -> dtype; "S" is as wide as its longest value. What a shard stores, and docs/store-format.md explains.
+STEPS: Mapping[str, str] = {
+    "kind": "u1",
+    "trajectory": "<i4",
+    "attempt": "<i4",
+    "step": "<i4",
+    "hash": "S32",
+    "parent": "S32",
+    "root": "S32",
+    "wall": "<f8",
+    "token_start": "<i8",
+    "num_tokens": "<i4",
+    "num_sampled": "<i4",
+    "min_version": "<i4",
+    "max_version": "<i4",
+    "meta_start": "<i8",
+    "meta_bytes": "<i4",
+    "segment": "<i4",
+    "offset": "<i8",
+    "crc_meta": "<u4",
+    "crc_ids": "<u4",
+    "crc_logprobs": "<u4",
+    "crc_versions": "<u4",
+    "crc_sampled": "<u4",
+}
+TRAJECTORIES: Mapping[str, str] = {
+    "id": "S",
+    "attempt": "<i4",  # the highest
+    "status": "S",  # of that attempt's END; "" where it isn't here
+    "head": "S32",  # hash of that END
+    "fault": "S",  # its cause
+    "reward": "<f8",  # sum over END's sources; nan without
+    "success": "<f8",  # of the source "outcome": 1.0 or 0.0; nan without
+    "kind": "S",
+    "environment": "S",
+    "task": "S",
+    "task_kind": "S",
+    "group": "S",
+    "phase": "S",
+    "node": "S",
+    "num_steps": "<i4",
+    "num_sampled": "<i8",
+    "num_tokens": "<i8",
+    "num_calls": "<i4",
+    "num_valid_calls": "<i4",
+    "min_version": "<i4",
+    "max_version": "<i4",
+    "wall": "<f8",  # its first record's
+    "ended_wall": "<f8",  # END's; nan without
+    "duration_s": "<f8",  # of the attempt that ended; nan without
+}
+FRAGMENT: Mapping[str, str] = {"first_row": "<i8", "num_rows": "<i4", "crc_rows": "<u4"}  # in shards, besides
+_IDENTITY = ("kind", "environment", "task", "task_kind", "group", "phase")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -14,7 +78,7 @@ class TrajectoryInfo:
     """What the index knows of a trajectory without reading its tokens."""
 
     trajectory: str
-    kind: str  # "train", "eval", "expert"
+    kind: str  # "train", "eval", "expert", "user"
     group: str
     phase: str
     task: str  # its id
@@ -30,29 +94,129 @@ class TrajectoryInfo:
 
 @dataclass(slots=True)
 class Row:
-    """Where a record lies, and what is needed to walk chains without reading it."""
+    """A record without its payload: what is needed to walk chains, and where it lies."""
 
     hash: str
     parent: str
+    root: str
     kind: Kind
     attempt: int
     step: int
+    wall: float
+    num_tokens: int
     num_sampled: int
+    min_version: int  # of the sampled tokens; -1 without
+    max_version: int
     node: str
     segment: int  # number of the segment that it was first written to, and the offset there: the receipt's
     offset: int
     file: str  # where it lies now: a shard's name, or a segment's without its suffix
     at: int  # row in the shard, or byte offset in the segment
 
+    @classmethod
+    def of(cls, record: Record, *, node: str, segment: int, offset: int, file: str) -> Row:
+        low, high = version_range(record.versions[record.sampled] if len(record.versions) else record.versions)
+        return cls(
+            hash=record.hash, parent=record.parent, root=str(record.meta.get("root") or ""), kind=record.kind,
+            attempt=record.attempt, step=record.step, wall=number(record.meta.get("wall")), num_tokens=len(record.ids),
+            num_sampled=int(np.count_nonzero(record.sampled)), min_version=low, max_version=high, node=node,
+            segment=segment, offset=offset, file=file, at=offset,
+        )  # fmt: skip
 
-@dataclass(slots=True)
-class Trajectory:
-    rows: dict[str, Row] = field(default_factory=dict)  # by hash, in the order read
-    meta: dict[str, Mapping[str, Any]] = field(default_factory=dict)  # of ADOPT, END and REWARD rows
-    chain: list[Row] | None = None  # cached; None after new rows
+
+def version_range(versions: NDArray[np.int32]) -> tuple[int, int]:
+    return (int(versions.min()), int(versions.max())) if len(versions) else (-1, -1)
 
 
-def leaf(rows: list[Row]) -> Row | None:
+def number(value: Any) -> float:
+    return float(value) if isinstance(value, int | float) else math.nan
+
+
+def table(rows: Sequence[Sequence[Any]], fields: Mapping[str, str]) -> Table:
+    """Rows of values, in the order of `fields`, as a structured array."""
+    columns = list(zip(*rows, strict=True)) or [()] * len(fields)
+    arrays = {}
+    for (name, dtype), values in zip(fields.items(), columns, strict=True):
+        if dtype.startswith("S"):
+            encoded = [value.encode(errors="surrogatepass") if isinstance(value, str) else value for value in values]
+            arrays[name] = np.array(encoded or np.empty(0, "S1"), dtype)
+        else:
+            arrays[name] = np.array(values, dtype)
+    found = np.empty(len(rows), [(name, array.dtype) for name, array in arrays.items()])
+    for name, array in arrays.items():
+        found[name] = array
+    return found
+
+
+def text(value: bytes) -> str:
+    return value.decode(errors="surrogatepass")
+
+
+def summarize(trajectory: str, rows: Iterable[Row], metas: Mapping[str, Mapping[str, Any]]) -> tuple[Any, ...]:
+    """The values of TRAJECTORIES for one trajectory, from these rows alone. `metas`: of its ADOPT and END rows."""
+    chained = [row for row in rows if row.kind in CHAINED]
+    attempt = max((row.attempt for row in chained), default=0)
+    ends = [row for row in chained if row.kind is Kind.END and row.attempt == attempt]
+    adopts = [metas[row.hash] for row in chained if row.kind is Kind.ADOPT]
+    adopt = adopts[-1] if adopts else {}
+    end = metas[ends[-1].hash] if ends else {}
+    task = adopt.get("task") or {}
+    acts = [row for row in chained if row.kind is Kind.ACT]
+    rewards = end.get("rewards") or {}
+    values = {
+        "id": trajectory,
+        "attempt": attempt,
+        "status": end.get("status", ""),
+        "head": ends[-1].hash if ends else "",
+        "fault": (end.get("fault") or {}).get("cause", ""),
+        "reward": sum(map(number, rewards.values())) if rewards else math.nan,
+        "success": float(number(rewards["outcome"]) >= 1.0) if "outcome" in rewards else math.nan,
+        "environment": task.get("environment", ""),
+        "task": Task(**task).id if task else "",
+        "task_kind": task.get("kind", ""),
+        "node": chained[-1].node if chained else "",
+        "wall": min((row.wall for row in chained), default=math.nan),
+        "ended_wall": ends[-1].wall if ends else math.nan,
+        "duration_s": number(end.get("duration_s")),
+        "num_steps": end.get("num_steps", len(acts)),
+        "num_sampled": end.get("num_sampled", sum(row.num_sampled for row in acts)),
+        "num_tokens": end.get("num_tokens", sum(row.num_tokens for row in chained)),
+        "num_calls": end.get("num_calls", 0),
+        "num_valid_calls": end.get("num_valid_calls", 0),
+        "min_version": end.get("min_version", min((row.min_version for row in acts), default=-1)),
+        "max_version": end.get("max_version", max((row.max_version for row in acts), default=-1)),
+    }
+    values |= {name: str(adopt.get(name, "")) for name in ("kind", "group", "phase")}
+    return tuple(values[name] for name in TRAJECTORIES)
+
+
+def merge(tables: Sequence[Table]) -> Table:
+    """Fragments of all files, in their order, as one row per trajectory: what its highest attempt came to.
+
+    An open trajectory's counts are those of its last fragment: who needs them exactly walks its chain.
+    """
+    whole = np.concatenate([found[list(TRAJECTORIES)] for found in tables]) if tables else table([], TRAJECTORIES)
+    _, first, inverse, counts = np.unique(whole["id"], return_index=True, return_inverse=True, return_counts=True)
+    if len(first) == len(whole):
+        return whole
+    order = np.lexsort((np.arange(len(whole)), whole["status"] != b"", whole["attempt"], inverse))
+    best = order[np.cumsum(counts) - 1]
+    merged = whole[best]
+    many = np.flatnonzero(counts > 1)
+    named = np.flatnonzero(whole["kind"] != b"")
+    namer = np.full(len(counts), -1)
+    namer[inverse[named]] = named
+    lacking = many[(merged["kind"][many] == b"") & (namer[many] >= 0)]
+    for name in _IDENTITY:
+        merged[name][lacking] = whole[name][namer[lacking]]
+    walls = np.full(len(counts), np.inf)
+    np.fmin.at(walls, inverse, whole["wall"])
+    merged["wall"] = walls
+    ordered: Table = merged[np.argsort(first, kind="stable")]  # in the order that they were first seen
+    return ordered
+
+
+def leaf(rows: Sequence[Row]) -> Row | None:
     """The last record of one attempt's rows: of several branches (an append that failed may be there, and what was
     appended in its place) the one that ended, else the longest, else the last read."""
     depth: dict[str, int] = {}

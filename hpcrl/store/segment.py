@@ -19,10 +19,10 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import google_crc32c
+from crc32c import crc32c
 
 from hpcrl.layout import ProcessId, publish, sync_folder
-from hpcrl.store.records import FORMAT, FRAME, Record, Torn, read_frame
+from hpcrl.store.records import FORMAT, FRAME, Record, Torn, raw_frame, read_frame
 from hpcrl.types import StoreError
 
 logger = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ class Header:
 
     def encode(self) -> bytes:
         text = json.dumps(asdict(self)).encode()
-        return MAGIC + _U32.pack(len(text)) + text + _U32.pack(google_crc32c.value(text))
+        return MAGIC + _U32.pack(len(text)) + text + _U32.pack(crc32c(text))
 
 
 def name_parts(path: Path) -> tuple[str, int]:
@@ -106,7 +106,7 @@ def read_header(path: Path) -> tuple[Header, int]:
     text = data[start : start + size]
     if len(data) < start + size + _U32.size:
         raise Torn("header cut short")
-    if _U32.unpack_from(data, start + size)[0] != google_crc32c.value(text):
+    if _U32.unpack_from(data, start + size)[0] != crc32c(text):
         raise Torn("header's checksum differs")
     row = json.loads(text)
     if row["format"] > FORMAT:
@@ -115,7 +115,16 @@ def read_header(path: Path) -> tuple[Header, int]:
 
 
 def read_segment(path: Path, start: int | None = None) -> Iterator[tuple[int, Record]]:
-    """(offset, record) from byte `start` on (default: the first frame).
+    """`raw_segment`, decoded."""
+    for offset, _, digest, payload in raw_segment(path, start):
+        try:
+            yield offset, Record.decode(bytes(payload), digest.hex())
+        except StoreError as error:
+            raise StoreError(f"{path}: damaged at byte {offset}: {error}") from error
+
+
+def raw_segment(path: Path, start: int | None = None) -> Iterator[tuple[int, int, bytes, memoryview]]:
+    """(offset, kind, hash, payload) of each frame from byte `start` on (default: the first frame).
 
     A closed segment must be whole: StoreError names file and offset of any damage. An open one ends at its torn tail,
     and what was read of it is synced here first: its owner may have written it and not yet synced it.
@@ -134,12 +143,12 @@ def read_segment(path: Path, start: int | None = None) -> Iterator[tuple[int, Re
             os.fdatasync(file.fileno())
     while offset - base < len(data):
         try:
-            record, end = read_frame(data, offset - base)
-        except (Torn, StoreError) as torn:
+            kind, digest, payload, end = raw_frame(data, offset - base)
+        except Torn as torn:
             if is_open:
                 return
             raise StoreError(f"{path}: damaged at byte {offset}: {torn}") from torn
-        yield offset, record
+        yield offset, kind, digest, payload
         offset = base + end
 
 
@@ -166,8 +175,8 @@ def recover(path: Path, limit: int | None = None) -> Path | None:
         data = memoryview(_read(path))
         while end < len(data) and (limit is None or end < limit):
             try:
-                end = read_frame(data, end)[1]
-            except (Torn, StoreError) as torn:
+                *_, end = raw_frame(data, end)
+            except Torn as torn:
                 if limit is not None:
                     raise StoreError(f"{path}: damaged at byte {end}, below what was made durable: {torn}") from torn
                 logger.warning("%s: cut %d bytes of a torn tail at byte %d (%s)", path, size - end, end, torn)

@@ -1,275 +1,279 @@
 """One shard: a sealed, immutable HDF5 file of records. The one owner of its layout; docs/store-format.md tells it.
 
-    tokens/{ids,logprobs,versions,sampled} [T]   all records' tokens, one after the other, defaults filled in
-    text/meta [M]                                all records' header JSON (records.py), one after the other
-    steps/*        [R]  one row per record, a trajectory's side by side; `*_start`, `*_stop` slice the columns above
-    trajectories/* [K]  id, first row, number of rows
-    rewards/*, transitions/*                     what END, REWARD and TRANSITION records say, as columns
+    user block            magic | length | JSON: where each dataset lies, its type and CRC, the file's | padding | CRC
+    steps [R]             one row per record, a trajectory's side by side; slices of the columns below, a CRC of each
+    trajectories [K]      one row per trajectory: a summary, its slice of steps and that slice's CRC
+    rewards, transitions  what END, REWARD and TRANSITION records say, as rows
+    segments              what it was made from
+    tokens/{ids,logprobs,versions,sampled} [T], text/meta [M]     all records', one after the other, defaults filled in
 
-Every column is contiguous, so that one `pread` at its offset gets a slice; h5py is needed to open the file only.
-Each row carries the checksum that its frame had; the columns that aren't covered by those have one of their own.
+Every dataset is contiguous, and the user block says where: so this reader needs no HDF5, one `pread` gets a slice. Each
+slice that is read is checked against its CRC before anything is made of it.
 """
 
 from __future__ import annotations
 
+import errno
 import json
+import mmap
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
+from struct import Struct
 from typing import Any
 
-import google_crc32c
 import h5py
 import numpy as np
+from crc32c import crc32c
 from numpy.typing import NDArray
 
 from hpcrl.layout import publishing
-from hpcrl.store.records import COLUMNS, LENGTH, Kind, Record, checksum
+from hpcrl.store.pack import Packer
+from hpcrl.store.records import COLUMNS, LENGTH, Kind, Record
+from hpcrl.store.rows import Row, Table, table, text
 from hpcrl.types import StoreError
 
 SCHEMA = 1
-# A source: the segment that a row came from, as in the attribute "segments": {name, uid, node, number, records}.
-Source = Mapping[str, Any]
-Row = tuple[Record, int, int]  # record, index of its source, byte offset in it
-
-_STEPS: Mapping[str, str] = {
-    "kind": "u1",
-    "trajectory": "<i4",
-    "attempt": "<i4",
-    "step": "<i4",
-    "hash": "S32",
-    "parent": "S32",
-    "token_start": "<i8",
-    "token_stop": "<i8",
-    "num_sampled": "<i4",
-    "meta_start": "<i8",
-    "meta_stop": "<i8",
-    "crc32c": "<u4",
-    "segment": "<i4",
-    "offset": "<i8",
-}
+MAGIC = b"hpcrlshd"
+_HEAD = Struct("<8sII")  # magic, bytes of the user block, bytes of the JSON
+_CRC = Struct("<I")
+SEGMENTS = {"name": "S", "uid": "S", "node": "S", "number": "<i8", "records": "<i8"}
+Source = Mapping[str, Any]  # a segment: the fields of SEGMENTS
+PATHS = {**{name: f"tokens/{name}" for name in COLUMNS}, "meta": "text/meta"}
+_DTYPES = {**{f"tokens/{name}": dtype for name, (dtype, _) in COLUMNS.items()}, "text/meta": np.dtype("u1")}
+_WIDTH = {name: _DTYPES[path].itemsize for name, path in PATHS.items()}
 
 
-def write_shard(path: Path, rows: Iterable[Row], sources: Sequence[Source], attrs: Mapping[str, Any]) -> int:
-    """Write, sync and rename into place; the number of records. Equal records (by hash) are stored once.
+# ---- writing ------------------------------------------------------------------------------------------------------
+
+
+def write_shard(path: Path, packer: Packer, sources: Sequence[Source], attrs: Mapping[str, Any]) -> int:
+    """Write, sync and rename into place; the number of records.
 
     Raises OSError when there is no space; then nothing is at `path`.
     """
-    by_trajectory: dict[str, dict[str, Row]] = {}
-    for row in rows:
-        by_trajectory.setdefault(row[0].trajectory, {}).setdefault(row[0].hash, row)
-    ordered = [row for group in by_trajectory.values() for row in group.values()]
-    counts = [len(group) for group in by_trajectory.values()]
-    groups: dict[str, dict[str, NDArray[Any]]] = {
-        "tokens": {name: _join([row[0].filled(name) for row in ordered], COLUMNS[name][0]) for name in COLUMNS},
-        "text": {"meta": np.frombuffer(b"".join(_header(record) for record, _, _ in ordered), np.uint8)},
-        "steps": _steps(ordered, list(by_trajectory)),
-        "trajectories": {
-            "id": _strings(list(by_trajectory)),
-            "first_row": np.cumsum([0, *counts])[:-1].astype("<i8"),
-            "num_rows": np.array(counts, "<i8"),
-        },
-        **_extras(ordered),
+    tables, columns = packer.pack([source["node"] for source in sources])
+    tables["segments"] = table([[source[name] for name in SEGMENTS] for source in sources], SEGMENTS)
+    datasets: dict[str, NDArray[Any]] = {**tables}
+    datasets |= {PATHS[name]: _array(data, _DTYPES[PATHS[name]]) for name, data in columns.items()}
+    block = 4096
+    while block < _HEAD.size + _CRC.size + len(_directory(datasets, dict.fromkeys(datasets, 1 << 60), attrs)):
+        block *= 2
+    with publishing(path) as temporary:
+        with h5py.File(temporary, "w", userblock_size=block, locking=False) as file:
+            file.attrs.update({"schema": SCHEMA, **attrs})
+            for name, data in datasets.items():
+                file.create_dataset(name, data=data)  # no chunks, no filter: contiguous
+            file.flush()
+            offsets = {name: file[name].id.get_offset() if len(data) else 0 for name, data in datasets.items()}
+        _write_block(temporary, block, _directory(datasets, offsets, attrs))
+    return len(packer)
+
+
+def _directory(datasets: Mapping[str, NDArray[Any]], offsets: Mapping[str, int], attrs: Mapping[str, Any]) -> bytes:
+    rows = {
+        name: [
+            offsets[name],
+            len(data),
+            _descr(data.dtype),
+            crc32c(np.ascontiguousarray(data).data),
+        ]
+        for name, data in datasets.items()
     }
-    with publishing(path) as temporary, h5py.File(temporary, "w", locking=False) as file:
-        file.attrs.update({"schema": SCHEMA, "segments": json.dumps(list(sources)), **attrs})
-        for group, columns in groups.items():
-            folder = file.create_group(group)
-            for name, column in columns.items():
-                folder.create_dataset(name, data=column)  # no chunks, no filter: contiguous
-        file.attrs["crc32c"] = _directory_checksum(groups)
-        whole = {f"{group}/{name}": _crc(groups[group][name]) for group in ("tokens", "text") for name in groups[group]}
-        file.attrs["columns_crc32c"] = json.dumps(whole)
-    return len(ordered)
+    head = {"schema": SCHEMA, "bytes": 1 << 60, "crc32c": 1 << 32, "datasets": rows, "attrs": dict(attrs)}
+    return json.dumps(head, separators=(",", ":")).encode()
 
 
-def _header(record: Record) -> bytes:
-    (size,) = LENGTH.unpack_from(record.payload)
-    return record.payload[LENGTH.size : LENGTH.size + size]
+def _write_block(path: Path, block: int, directory: bytes) -> None:
+    """Fill the user block in: the directory, with size and CRC of all that follows the block."""
+    head = json.loads(directory)
+    with path.open("r+b") as file:
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data, memoryview(data) as view:
+            head |= {"bytes": len(view), "crc32c": crc32c(view[block:])}
+        body = json.dumps(head, separators=(",", ":")).encode()
+        whole = (_HEAD.pack(MAGIC, block, len(body)) + body).ljust(block - _CRC.size, b"\0")
+        file.write(whole + _CRC.pack(crc32c(whole)))
 
 
-def _join(arrays: Sequence[NDArray[Any]], dtype: np.dtype[Any]) -> NDArray[Any]:
-    return np.concatenate(arrays) if arrays else np.empty(0, dtype)
-
-
-def _strings(values: Sequence[str]) -> NDArray[Any]:
-    return np.array([value.encode() for value in values] or np.empty(0, "S1"), "S")
-
-
-def _steps(rows: Sequence[Row], trajectories: Sequence[str]) -> dict[str, NDArray[Any]]:
-    number = {name: index for index, name in enumerate(trajectories)}
-    token = np.cumsum([0, *(len(record.ids) for record, _, _ in rows)])
-    meta = np.cumsum([0, *(len(_header(record)) for record, _, _ in rows)])
-    values = {
-        "kind": [record.kind for record, _, _ in rows],
-        "trajectory": [number[record.trajectory] for record, _, _ in rows],
-        "attempt": [record.attempt for record, _, _ in rows],
-        "step": [record.step for record, _, _ in rows],
-        "hash": [record.hash.encode() for record, _, _ in rows],
-        "parent": [record.parent.encode() for record, _, _ in rows],
-        "token_start": token[:-1],
-        "token_stop": token[1:],
-        "meta_start": meta[:-1],
-        "meta_stop": meta[1:],
-        "num_sampled": [int(record.sampled.sum()) for record, _, _ in rows],
-        "crc32c": [checksum(record.kind, record.payload) for record, _, _ in rows],
-        "segment": [source for _, source, _ in rows],
-        "offset": [offset for _, _, offset in rows],
-    }
-    return {name: np.array(values[name], dtype) for name, dtype in _STEPS.items()}
-
-
-def _extras(rows: Sequence[Row]) -> dict[str, dict[str, NDArray[Any]]]:
-    """The columns of rewards/* and transitions/*: copies for people with h5py; this reader doesn't use them."""
-    rewards: list[tuple[str, int, str, float, float]] = []
-    changes: list[tuple[str, str, float, float, str]] = []
-    for record, _, _ in rows:
-        meta, name = record.meta, record.trajectory
-        wall = _number(meta.get("wall"))
-        if record.kind is Kind.REWARD:
-            rewards.append((name, record.step, str(meta.get("source", "")), _number(meta.get("value")), wall))
-        elif record.kind is Kind.END:
-            given = meta.get("rewards") or {}
-            rewards += [(name, record.step, source, _number(value), wall) for source, value in given.items()]
-        elif record.kind is Kind.TRANSITION:
-            boot = str(meta.get("boot_id", ""))
-            changes.append((name, str(meta.get("state", "")), wall, _number(meta.get("mono")), boot))
-    return {
-        "rewards": _columns(rewards, {"trajectory": "S", "step": "<i4", "source": "S", "value": "<f8", "wall": "<f8"}),
-        "transitions": _columns(
-            changes, {"trajectory": "S", "state": "S", "wall": "<f8", "mono": "<f8", "boot_id": "S"}
-        ),
-    }
-
-
-def _number(value: Any) -> float:
-    return float(value) if isinstance(value, int | float) else float("nan")
-
-
-def _columns(rows: Sequence[tuple[Any, ...]], dtypes: Mapping[str, str]) -> dict[str, NDArray[Any]]:
-    table = list(zip(*rows, strict=True)) or [()] * len(dtypes)
-    return {
-        name: _strings(values) if dtype == "S" else np.array(values, dtype)
-        for (name, dtype), values in zip(dtypes.items(), table, strict=True)
-    }
-
-
-def _directory_checksum(groups: Mapping[str, Mapping[str, NDArray[Any]]]) -> int:
-    """Over all columns but tokens and text, whose slices have theirs."""
-    crc = 0
-    for group in ("steps", "trajectories", "rewards", "transitions"):
-        for name in sorted(groups[group]):
-            crc = _crc(groups[group][name], crc)
-    return crc
-
-
-def _crc(column: NDArray[Any], crc: int = 0) -> int:
-    return int(google_crc32c.extend(crc, np.ascontiguousarray(column).tobytes()))
+# ---- reading ------------------------------------------------------------------------------------------------------
 
 
 class Shard:
-    """An open shard. `steps` and `trajectories` are in memory, payloads are read when asked for.
+    """An open shard. Directory and trajectories are in memory, all else is read when asked for.
 
     Raises StoreError when the file is damaged or newer than this reader, FileNotFoundError when it isn't there.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._fd = -1
+        self._latest: tuple[int, Table] = (-1, np.empty(0, np.void))  # the fragment whose steps were read last
         try:
             self._load()
-        except FileNotFoundError:
-            raise
-        except (OSError, KeyError, ValueError, RuntimeError) as error:
+        except (KeyError, ValueError, TypeError) as error:
             raise error if isinstance(error, StoreError) else StoreError(f"{path}: damaged: {error}") from error
-        self._fd = -1  # opened when a payload is asked for
 
     def _load(self) -> None:
-        with h5py.File(self.path, "r", locking=False) as file:
-            schema = int(file.attrs["schema"])
-            if schema > SCHEMA:
-                raise StoreError(f"{self.path}: schema {schema}; this hpcrl reads up to {SCHEMA}: use a newer one")
-            self.attrs: dict[str, Any] = dict(file.attrs)
-            self.sources: list[Source] = json.loads(self.attrs["segments"])
-            names = ("steps", "trajectories", "rewards", "transitions")
-            groups = {name: {key: file[name][key][()] for key in file[name]} for name in names}
-            if _directory_checksum(groups) != int(self.attrs["crc32c"]):
-                raise StoreError(f"{self.path}: damaged: the checksum of its index columns differs")
-            self.steps: dict[str, NDArray[Any]] = groups["steps"]
-            self.trajectories = [name.decode() for name in groups["trajectories"]["id"]]
-            # None where a column is empty: it has no place in the file.
-            self._offsets = {name: file["tokens"][name].id.get_offset() for name in COLUMNS}
-            self._text = file["text"]["meta"].id.get_offset()
+        size, start = 4096, self._pread(0, 4096)
+        if len(start) >= _HEAD.size and start.startswith(MAGIC):
+            _, size, _ = _HEAD.unpack_from(start)
+        if size > len(start):
+            start = self._pread(0, size) if size <= 1 << 26 else b""
+        if len(start) < size or not start.startswith(MAGIC):
+            raise StoreError(f"{self.path}: damaged or no shard: it has no directory")
+        if crc32c(start[: size - _CRC.size]) != _CRC.unpack_from(start, size - _CRC.size)[0]:
+            raise StoreError(f"{self.path}: damaged: the checksum of its directory differs")
+        _, self._block, length = _HEAD.unpack_from(start)
+        self.directory: dict[str, Any] = json.loads(start[_HEAD.size : _HEAD.size + length])
+        if self.directory["schema"] > SCHEMA:
+            found = self.directory["schema"]
+            raise StoreError(f"{self.path}: schema {found}; this hpcrl reads up to {SCHEMA}: use a newer one")
+        self._places: dict[str, tuple[int, int, np.dtype[Any], int]] = {}
+        for name, (offset, count, descr, crc) in self.directory["datasets"].items():
+            self._places[name] = (offset, count, np.dtype(_tuples(descr)), crc)
+        self.trajectories = self.whole("trajectories")
+        self.sources = self.whole("segments")
+        self.ids = [text(one) for one in self.trajectories["id"].tolist()]
 
     def __len__(self) -> int:
-        return len(self.steps["kind"])
-
-    def header(self, row: int) -> dict[str, Any]:
-        """The header of a row (kind, …, meta), without its tokens; not checked against its checksum."""
-        try:
-            head = json.loads(self._slice(self._text, int(self.steps["meta_start"][row]), self._meta_bytes(row)))
-        except ValueError as error:
-            raise self._damage(row, str(error)) from error
-        assert isinstance(head, dict)
-        return head
-
-    def record(self, row: int) -> Record:
-        """Raises StoreError naming file and row when a checksum or the hash differs."""
-        text = self._slice(self._text, int(self.steps["meta_start"][row]), self._meta_bytes(row))
-        try:
-            present = json.loads(text)["arrays"]
-        except (ValueError, KeyError) as error:
-            raise self._damage(row, str(error)) from error
-        start, stop = int(self.steps["token_start"][row]), int(self.steps["token_stop"][row])
-        parts = [LENGTH.pack(len(text)), text]
-        for name, (dtype, _) in COLUMNS.items():
-            if name in present:
-                size = dtype.itemsize
-                parts.append(self._slice(self._offsets[name], start * size, (stop - start) * size))
-        payload = b"".join(parts)
-        if checksum(int(self.steps["kind"][row]), payload) != int(self.steps["crc32c"][row]):
-            raise self._damage(row, "checksum differs")
-        record = Record.decode(payload)
-        if record.hash.encode() != self.steps["hash"][row]:
-            raise self._damage(row, "hash differs")
-        return record
-
-    def check(self) -> None:
-        """Read tokens and text whole, what no record needs (filled-in defaults) included. Raises StoreError."""
-        try:
-            with h5py.File(self.path, "r", locking=False) as file:
-                for name, crc in json.loads(file.attrs["columns_crc32c"]).items():
-                    if _crc(file[name][()]) != crc:
-                        raise StoreError(f"{self.path}: damaged: the checksum of {name} differs")
-        except (OSError, KeyError, RuntimeError) as error:
-            raise StoreError(f"{self.path}: damaged: {error}") from error
+        return self._places["steps"][1]
 
     def close(self) -> None:
-        """Close the file; reading a payload opens it again."""
+        """Close the file; reading opens it again."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
 
-    def _meta_bytes(self, row: int) -> int:
-        return int(self.steps["meta_stop"][row] - self.steps["meta_start"][row])
+    def whole(self, name: str) -> Table:
+        """A whole dataset. Raises StoreError when its checksum differs."""
+        offset, count, dtype, crc = self._places[name]
+        data = self._pread(offset, count * dtype.itemsize)
+        if len(data) != count * dtype.itemsize or crc32c(data) != crc:
+            raise StoreError(f"{self.path}: damaged: the checksum of {name} differs")
+        return _array(data, dtype)
 
-    def _slice(self, base: int | None, start: int, size: int) -> bytes:
-        if base is None:
-            return b""
+    def steps(self, fragment: int) -> Table:
+        """The rows of one trajectory (its number in `trajectories`), checked."""
+        if self._latest[0] == fragment:
+            return self._latest[1]
+        found = self.trajectories[fragment]
+        offset, _, dtype, _ = self._places["steps"]
+        data = self._pread(offset + int(found["first_row"]) * dtype.itemsize, int(found["num_rows"]) * dtype.itemsize)
+        if crc32c(data) != found["crc_rows"]:
+            raise StoreError(f"{self.path}: damaged: the checksum of the rows of {self.ids[fragment]!r} differs")
+        self._latest = (fragment, np.frombuffer(data, dtype))
+        return self._latest[1]
+
+    def rows(self, fragment: int) -> list[Row]:
+        """`steps` as Rows."""
+        first = int(self.trajectories[fragment]["first_row"])
+        return [
+            Row(
+                hash=row[4].decode(), parent=row[5].decode(), root=row[6].decode(), kind=Kind(row[0]), attempt=row[2],
+                step=row[3], wall=row[7], num_tokens=row[9], num_sampled=row[10], min_version=row[11],
+                max_version=row[12], node=self._nodes[row[15]], segment=self._numbers[row[15]], offset=row[16],
+                file=self.path.name, at=first + at,
+            )
+            for at, row in enumerate(self.steps(fragment).tolist())
+        ]  # fmt: skip
+
+    @cached_property
+    def _nodes(self) -> list[str]:
+        return [text(one) for one in self.sources["node"].tolist()]
+
+    @cached_property
+    def _numbers(self) -> list[int]:
+        found: list[int] = self.sources["number"].tolist()
+        return found
+
+    def slices(self, name: str, steps: Table) -> NDArray[Any]:
+        """A column's elements of rows of `steps` that lie side by side, [T]; each row's checked."""
+        offset, _, dtype, _ = self._places[PATHS[name]]
+        start, size = ("meta_start", "meta_bytes") if name == "meta" else ("token_start", "num_tokens")
+        counts = steps[size].astype(np.int64) * dtype.itemsize
+        data = self._pread(offset + int(steps[start][0]) * dtype.itemsize, int(counts.sum()))
+        view, at = memoryview(data), 0
+        for count, crc in zip(counts.tolist(), steps[f"crc_{name}"].tolist(), strict=True):
+            if len(data) < at + count or crc32c(view[at : at + count]) != crc:
+                raise StoreError(f"{self.path}: damaged: the checksum of {PATHS[name]} at byte {offset + at} differs")
+            at += count
+        return _array(data, dtype)
+
+    def ahead(self, steps: Table) -> None:
+        """Ask the disk for what `slices` of the token columns of these rows will read."""
+        start, count = int(steps["token_start"][0]), int(steps["num_tokens"].sum())
+        for name in COLUMNS:
+            offset, _, dtype, _ = self._places[PATHS[name]]
+            self._ahead(offset + start * dtype.itemsize, count * dtype.itemsize)
+
+    def ahead_steps(self, fragment: int) -> None:
+        """Ask the disk for what `steps` will read."""
+        offset, _, dtype, _ = self._places["steps"]
+        found = self.trajectories[fragment]
+        self._ahead(offset + int(found["first_row"]) * dtype.itemsize, int(found["num_rows"]) * dtype.itemsize)
+
+    def _ahead(self, offset: int, size: int) -> None:
         if self._fd < 0:
             self._fd = os.open(self.path, os.O_RDONLY)
-        return os.pread(self._fd, size, base + start)
+        os.posix_fadvise(self._fd, offset, size, os.POSIX_FADV_WILLNEED)
 
-    def _damage(self, row: int, why: str) -> StoreError:
-        return StoreError(f"{self.path}: damaged at row {row}: {why}")
+    def header(self, row: int) -> dict[str, Any]:
+        """The header of a row (kind, …, meta), without its tokens."""
+        found: dict[str, Any] = json.loads(bytes(self.slices("meta", self._one(row))))
+        return found
+
+    def record(self, row: int) -> Record:
+        """Raises StoreError naming the file when a checksum differs."""
+        step = self._one(row)
+        head = bytes(self.slices("meta", step))
+        present = json.loads(head)["arrays"]
+        arrays = [self.slices(name, step).tobytes() for name in COLUMNS if name in present]
+        return Record.decode(b"".join((LENGTH.pack(len(head)), head, *arrays)), step["hash"][0].decode())
+
+    def _one(self, row: int) -> Table:
+        fragment = int(np.searchsorted(self.trajectories["first_row"], row, side="right")) - 1
+        at = row - int(self.trajectories[fragment]["first_row"])
+        return self.steps(fragment)[at : at + 1]
+
+    def check(self) -> None:
+        """Read every byte. Raises StoreError when any is not what was written."""
+        with self.path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            size = len(data)
+            with memoryview(data) as view:
+                crc = crc32c(view[self._block :])
+        if size != self.directory["bytes"] or crc != self.directory["crc32c"]:
+            for name in self._places:
+                self.whole(name)
+            raise StoreError(f"{self.path}: damaged: the checksum of the file differs, that of each dataset doesn't")
+
+    def _pread(self, offset: int, size: int) -> bytes:
+        for again in (True, False):
+            if self._fd < 0:
+                self._fd = os.open(self.path, os.O_RDONLY)
+            try:
+                return os.pread(self._fd, size, offset)
+            except OSError as error:
+                if error.errno != errno.ESTALE or not again:
+                    raise
+                self.close()  # a network filesystem says so once; by name it is found
+        raise AssertionError
 
 
-def sources_of(path: Path) -> list[Source]:
-    """The segments that a shard was made from, without reading more of it."""
-    try:
-        with h5py.File(path, "r", locking=False) as file:
-            sources: list[Source] = json.loads(file.attrs["segments"])
-            return sources
-    except FileNotFoundError:
-        raise
-    except (OSError, KeyError, ValueError) as error:
-        raise StoreError(f"{path}: damaged: {error}") from error
+def _array(data: bytes, dtype: np.dtype[Any]) -> NDArray[Any]:
+    return np.frombuffer(data, dtype) if data else np.empty(0, dtype)
+
+
+def _descr(dtype: np.dtype[Any]) -> Any:
+    return dtype.descr if dtype.names else dtype.str
+
+
+def _tuples(descr: Any) -> Any:
+    return [(name, dtype) for name, dtype in descr] if isinstance(descr, list) else descr
+
+
+def sources_of(path: Path) -> set[str]:
+    """The uids of the segments that a shard was made from."""
+    shard = Shard(path)
+    shard.close()
+    return {text(uid) for uid in shard.sources["uid"].tolist()}

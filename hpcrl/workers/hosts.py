@@ -139,7 +139,7 @@ class Host:
         history: History | None = None
         environment: Environment | None = None
         if ticket.adopt:
-            found = await self._adopted(ticket.adopt)
+            found = await self._adopted(ticket.trajectory, ticket.adopt)
             if isinstance(found, Ended):
                 return _already(replace(found, attempt=ticket.attempt))
             history = found
@@ -181,12 +181,12 @@ class Host:
             line = self._lines[ticket.sandbox] = Line(ticket.sandbox, self._security)
         return RemoteSandbox(line, ticket.trajectory, ticket.attempt)
 
-    async def _adopted(self, head: str) -> History | Ended:
+    async def _adopted(self, trajectory: str, head: str) -> History | Ended:
         """In a thread: it may read much, and the other loops go on."""
 
         def read() -> History | Ended:
             self._store.refresh()
-            return history_of(self._store, head)
+            return history_of(self._store, trajectory, head)
 
         return await asyncio.to_thread(read)
 

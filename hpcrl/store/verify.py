@@ -1,0 +1,115 @@
+"""Is a run's store sound? Every record is read, and everything that should agree is compared."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hpcrl.layout import RunPaths
+from hpcrl.store.compact import shards
+from hpcrl.store.index import Store
+from hpcrl.store.ledger import entries, lineage, trained_twice
+from hpcrl.store.records import CHAINED, missing
+from hpcrl.store.segment import CLOSED, OPEN, segments
+from hpcrl.store.shard import Shard
+from hpcrl.types import StoreError
+
+_SHOWN = 20  # of each kind of problem
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifyReport:
+    """Counts; the first of each kind of problem are told in `problems`. Orphans and open trajectories are none."""
+
+    shards: int
+    segments: int  # closed and open
+    records: int
+    trajectories: int
+    open_trajectories: int
+    orphans: int  # records of lower attempts, off the chain
+    damaged: int  # files and records whose checksum or hash differs
+    missing_parents: int  # records whose parent, or whose root prompt, isn't here
+    out_of_order: int  # records acknowledged before their parent
+    lacking_fields: int  # records without a field that docs/store-format.md requires
+    ledger_entries: int
+    ledger_heads_missing: int
+    updates: int  # of the lineage that made the present weights
+    trained_twice: int  # trajectories in two of these
+    problems: tuple[str, ...]
+
+    @property
+    def ok(self) -> bool:
+        return not self.problems
+
+
+def verify(paths: RunPaths) -> VerifyReport:
+    """Read every record and check it, its place on the chain, and the ledger and progress against the store."""
+    problems: dict[str, list[str]] = {}
+
+    def problem(kind: str, text: str) -> None:
+        problems.setdefault(kind, []).append(text)
+
+    with Store(paths, open_segments=True) as store:
+        for text in store.damaged.values():
+            problem("damaged", text)
+        for path in shards(paths):
+            try:
+                Shard(path).check()
+            except StoreError as error:
+                if path.name not in store.damaged:
+                    problem("damaged", str(error))
+        prompts = store.prompts()
+        num_records = trajectories = open_trajectories = orphans = 0
+        for trajectory in ("", *store.names()):
+            try:
+                rows = store.rows(trajectory) if trajectory else prompts
+                info = store.info(trajectory) if trajectory else None
+            except StoreError as error:
+                problem("damaged", str(error))
+                continue
+            num_records += len(rows)
+            if info is not None:
+                trajectories += 1
+                open_trajectories += info.status == "open"
+                orphans += info.num_orphans
+            for row in rows.values():
+                label = f"{row.kind.name} {row.hash} of {trajectory or 'a prompt'}"
+                try:
+                    record = store.record(trajectory, row.hash)
+                except (StoreError, OSError) as error:
+                    problem("damaged", str(error))
+                    continue
+                if record.true_hash != row.hash:
+                    problem("damaged", f"{label}: its hash differs, {record.true_hash}")
+                for key in missing(record):
+                    problem("lacking", f"{label}: no field {key}")
+                for name, hash, known in (("parent", row.parent, rows), ("root", row.root, prompts)):
+                    if hash and hash not in known:
+                        problem("parents", f"{label}: its {name} {hash} is missing")
+                parent = rows.get(row.parent)
+                together = parent is not None and row.kind in CHAINED and parent.node == row.node
+                if together and parent and (parent.segment, parent.offset) > (row.segment, row.offset):
+                    problem("order", f"{label}: was stored before its parent")
+        ledger = entries(paths)
+        for position, entry in ledger:
+            if not store.complete(entry.trajectory, entry.head):
+                problem("heads", f"ledger {position}: head {entry.head} of {entry.trajectory} is missing")
+    updates = lineage(paths)
+    for trajectory in trained_twice(updates):
+        problem("twice", f"{trajectory}: trained twice")
+    return VerifyReport(
+        shards=len(shards(paths)),
+        segments=len(segments(paths.log, CLOSED)) + len(segments(paths.log, OPEN)),
+        records=num_records,
+        trajectories=trajectories,
+        open_trajectories=open_trajectories,
+        orphans=orphans,
+        damaged=len(problems.get("damaged", ())),
+        missing_parents=len(problems.get("parents", ())),
+        out_of_order=len(problems.get("order", ())),
+        lacking_fields=len(problems.get("lacking", ())),
+        ledger_entries=len(ledger),
+        ledger_heads_missing=len(problems.get("heads", ())),
+        updates=len(updates),
+        trained_twice=len(problems.get("twice", ())),
+        problems=tuple(text for texts in problems.values() for text in texts[:_SHOWN]),
+    )

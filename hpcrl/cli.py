@@ -110,6 +110,8 @@ def resume(run: RunFolder, sets: Sets = None) -> None:
     if settings != old:
         publish(paths.config, config.dump(settings))
     paths.stopped.unlink(missing_ok=True)
+    for asked in paths.inbox.glob("stop-*.json"):  # of the control before
+        asked.unlink(missing_ok=True)
     reserve(paths)
     sys.exit(watch_to_end(paths, settings))
 
@@ -247,7 +249,7 @@ def store_show(run: RunFolder, trajectory: Annotated[str, typer.Argument()]) -> 
             print(f"           {renderer.transcript(record.ids)!r}")
         for key in ("calls", "results", "status", "rewards", "fault"):
             if record.meta.get(key):
-                print(f"           {key}: {json.dumps(record.meta[key], ensure_ascii=False)}")
+                print(f"           {key}: {json.dumps(record.meta[key])}")
 
 
 @store_app.command("verify")
@@ -283,7 +285,10 @@ def check(settings: Config) -> None:
     found = sum(1 for _ in itertools.islice(family.tasks("heldout", 0), wanted))
     if found < wanted:
         raise ConfigError(f"evaluation.tasks: {wanted} wanted, environment {family.name!r} has {found} held-out tasks")
-    if any(pool.jobs for pool in settings.sandbox):
+    has_sandbox = any(pool.jobs for pool in settings.sandbox)
+    if family.needs_sandbox and not has_sandbox:
+        raise ConfigError(f"sandbox: environment {family.name!r} needs one, no pool has jobs; add a [[sandbox]] table")
+    if has_sandbox:
         from hpcrl.sandbox.backend import find_backend
 
         find_backend()
@@ -339,13 +344,15 @@ def watch_to_end(paths: RunPaths, settings: Config) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, interrupt)
     job = launch.submit(paths, "control")
-    restarts = 0
+    restarts = updates = 0
     told = False
     with Watch() as view:
         while job.alive:
             row = read_json(paths.heartbeat)
             if row is not None and row["incarnation"]:
                 view.show(row)
+                if row["updates"]["done"] > updates:  # the run moves: what died before is forgiven
+                    restarts, updates = 0, row["updates"]["done"]
             if stopping and not told:
                 told = True
                 view.say("stopping: trajectories in flight are parked, the store is sealed …")

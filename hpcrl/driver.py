@@ -15,6 +15,7 @@ import logging
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter, deque
 from collections.abc import Coroutine, Iterator, Sequence
@@ -121,6 +122,8 @@ def restore(paths: RunPaths, config: Config, store: Store, rows: Sequence[Update
     attempts: dict[str, int] = {}
     num_groups: dict[str, int] = {}
     prefixes = {f"p{index}n": phase.name for index, phase in enumerate(config.phase)}
+    phases = {phase.name: phase for phase in config.phase}
+    finished = set()
     counted = ("status", "kind", "num_steps", "num_calls", "num_valid_calls")
     for row in store.summaries():
         trajectory, group = row["id"], row["group"]
@@ -128,19 +131,24 @@ def restore(paths: RunPaths, config: Config, store: Store, rows: Sequence[Update
         for prefix, name in prefixes.items():
             if label.startswith(prefix):
                 num_groups[name] = max(num_groups.get(name, 0), int(label.removeprefix(prefix)) + 1)
-        evaluated = row["kind"] == "eval" and row["phase"] in evaluations
+        phase = phases.get(row["phase"])
+        done_with = phase is None or updates[phase.name] >= phase.updates or group in groups_done
+        if row["kind"] == "eval":
+            done_with = row["phase"] in evaluations
         if not row["status"]:
             attempts[trajectory] = row["attempt"]
-        elif row["status"] == State.CANCELLED or group in groups_done or evaluated:
+        elif row["status"] == State.CANCELLED or done_with:
             counts.admitted += 1
             counts.end(**{name: row[name] for name in counted})
+            if row["kind"] == "user":
+                finished.add(trajectory)
         elif end := store.ended(trajectory, row["head"]):
             ended[trajectory] = end
     published = [int(path.parent.name[1:]) for path in paths.weights.glob("v*/manifest.json")]
     return f.Restored(
         ledgered=ledgered, trained=trained, updates=updates, versions=versions, newest=max(published, default=-1),
         groups_done=frozenset(groups_done), ended=ended, attempts=attempts, num_groups=num_groups,
-        evaluations=evaluations, units=units, counts=counts,
+        evaluations=evaluations, units=units, counts=counts, finished=frozenset(finished),
     )  # fmt: skip
 
 
@@ -183,7 +191,9 @@ class Driver:
         self._failed_loads: list[str] = []
         self._loads = {"count": 0, "max_mismatch": 0.0, "max_seconds": 0.0}  # of versions that were taken
         self._spawned: set[asyncio.Task[None]] = set()
+        self._abandoning: set[asyncio.Task[None]] = set()
         self._scored: list[Entry] = []  # for the ledger, written together: one sync, not one a group
+        self._writing = threading.Lock()
         self._submitted: set[str] = set()  # trajectories that users asked for
 
     async def run(self) -> str:
@@ -209,13 +219,16 @@ class Driver:
             ):  # fmt: skip
                 self._spawn(coroutine)
             await self._outcome.wait()
+            if self._abandoning:  # so that the store says how they ended
+                await asyncio.wait(set(self._abandoning), timeout=CALL_S)
             for task in self._spawned:
                 task.cancel()
 
-    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+    def _spawn(self, coroutine: Coroutine[Any, Any, None], *also: set[asyncio.Task[None]]) -> None:
         task = self._tasks.create_task(coroutine)
-        self._spawned.add(task)
-        task.add_done_callback(self._spawned.discard)
+        for tasks in (self._spawned, *also):
+            tasks.add(task)
+            task.add_done_callback(tasks.discard)
 
     def _full(self) -> str:
         free = shutil.disk_usage(self._paths.root).free
@@ -237,7 +250,7 @@ class Driver:
                 self._spawn(self._attach(ticket, host))
             case f.Abandon():
                 arguments = {name: getattr(instruction, name) for name in ("trajectory", "attempt", "cancelled")}
-                self._spawn(self._call(instruction.host, "abandon", **arguments))
+                self._spawn(self._call(instruction.host, "abandon", **arguments), self._abandoning)
             case f.WriteLedger(entries=rows):
                 self._scored += rows
             case f.Load(node=node, version=version):
@@ -255,10 +268,15 @@ class Driver:
         if ticket.attempt > 1 and not ticket.adopt:
             async with self._reading:
                 await asyncio.to_thread(self._store.refresh)
-                ticket = replace(ticket, adopt=self._store.head(ticket.trajectory) or "")
+                head = self._store.head(ticket.trajectory) or ""
+                ended = self._store.ended(ticket.trajectory, head)
+                ticket = replace(ticket, adopt=head)
             row = self.flow.open.get(ticket.trajectory)
             if row is None or row.ticket.attempt != ticket.attempt:
                 return  # given up meanwhile
+            if ended is not None:  # it had, and the word of it was lost
+                self._handle(f.AttemptEnded(ended=replace(ended, attempt=ticket.attempt)))
+                return
         key = f"{ticket.trajectory}.{ticket.attempt}.{self._ledger.incarnation}"
         try:
             future = self._client.submit(
@@ -273,10 +291,10 @@ class Driver:
         except Exception as error:
             self._lost(ticket, f"{type(error).__name__}: {error}")
         else:
-            ended = Ended.from_json(answer)
-            if ended.fault is not None and ended.fault.where == DISK:
+            done = Ended.from_json(answer)
+            if done.fault is not None and done.fault.where == DISK:
                 self._handle(f.StopAsked(reason=self._full()))
-            self._handle(f.AttemptEnded(ended=ended))
+            self._handle(f.AttemptEnded(ended=done))
 
     def _lost(self, ticket: Any, message: str) -> None:
         logger.info("%s, attempt %d, lost: %s", ticket.trajectory, ticket.attempt, message)
@@ -330,9 +348,13 @@ class Driver:
                 self._handle(f.SandboxLeft(sandbox=role["address"]))
 
     async def _joined(self, worker: str) -> None:
-        role = await self._call(worker, "describe", incarnation=self._ledger.incarnation)
-        if role is None or worker not in self._scheduler.workers:
-            return
+        role = None
+        while role is None:
+            role = await self._call(worker, "describe", incarnation=self._ledger.incarnation)
+            if worker not in self._scheduler.workers:
+                return
+            if role is None:
+                await asyncio.sleep(PROBE_S)
         self._roles[worker] = role
         if role["role"] == "sandbox":
             self._handle(f.SandboxJoined(sandbox=role["address"], capacity=role["capacity"]))
@@ -345,13 +367,14 @@ class Driver:
     async def _watch_nodes(self) -> None:
         while True:
             await asyncio.sleep(PROBE_S)
-            await asyncio.gather(*(self._probe(worker) for worker in self._hosts()))
+            await asyncio.gather(*(self._probe(worker, node) for worker, node in self._hosts().items()))
 
-    def _hosts(self) -> list[str]:
-        return [worker for worker, role in self._roles.items() if role["role"] == "host"]
+    def _hosts(self) -> dict[str, str]:
+        """Address -> node."""
+        return {worker: role["node"] for worker, role in self._roles.items() if role["role"] == "host"}
 
-    async def _probe(self, worker: str) -> None:
-        await self._look_at(worker, self._roles[worker]["node"])
+    async def _probe(self, worker: str, node: str) -> None:
+        await self._look_at(worker, node)
         stats = await self._call(worker, "stats")
         if stats is not None and worker in self._roles:
             self._stats[worker] = stats
@@ -380,17 +403,22 @@ class Driver:
         """Take a command that a login node left. A submitted task's file stays until its trajectory has ended."""
         try:
             row = read_json(path) or {}
-            match row.get("command"):
-                case "submit":
-                    self._submit(path, row["trajectory"], Task(**row["task"]))
-                case "stop":
-                    path.unlink()
-                    self._handle(f.StopAsked(reason="stopped"))
-                case other:
-                    raise ValueError(f"unknown command {other!r}")
-        except (StoreError, ValueError, KeyError, TypeError) as error:
+            command = row.get("command")
+            if command not in ("submit", "stop"):
+                raise ValueError(f"unknown command {command!r}")
+            if command == "submit":
+                task = Task(**row["task"])
+                if not row["trajectory"].endswith(".0"):
+                    raise ValueError(f"trajectory {row['trajectory']!r} must end with .0, its number in its group")
+        except (StoreError, ValueError, KeyError, TypeError, AttributeError) as error:
             logger.warning("%s: refused: %s", path, error)
             path.rename(path.with_suffix(".refused"))
+            return
+        if command == "submit":
+            self._submit(path, row["trajectory"], task)
+        else:
+            path.unlink()
+            self._handle(f.StopAsked(reason="stopped"))
 
     def _submit(self, path: Path, trajectory: str, task: Task) -> None:
         if trajectory not in self._submitted:
@@ -435,14 +463,15 @@ class Driver:
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
-            self._write_ledger()
+            await asyncio.to_thread(self._write_ledger)
             self._handle(f.Tick())
 
     def _write_ledger(self) -> None:
         """What a crash loses of it is found in the store again: all members of the group have ended there."""
-        if self._scored:
+        with self._writing:
             rows, self._scored = self._scored, []
-            self._ledger.append(rows)
+            if rows:
+                self._ledger.append(rows)
 
     async def _compact(self) -> None:
         while True:
@@ -537,7 +566,7 @@ class Driver:
             self._tell_learner_to_stop()
         hosts = self._hosts()
         await asyncio.gather(*(self._call(worker, "park") for worker in hosts))
-        by_node = {self._roles[worker]["node"]: worker for worker in hosts}
+        by_node = {node: worker for worker, node in hosts.items()}
         await asyncio.gather(*(self._call(worker, "supervisor", method="stop") for worker in by_node.values()))
         nodes = [worker for worker, role in self._roles.items() if role["role"] == "sandbox"]
         await asyncio.gather(*(self._call(worker, "stop") for worker in nodes))

@@ -81,7 +81,7 @@ class Job:
 
 def jobs(paths: RunPaths) -> list[Job]:
     """Every job that was submitted for this run, oldest first."""
-    rows, _ = read_lines(paths.jobs)
+    rows, _ = read_lines(paths.jobs, skip_torn=True)
     return [Job(**{key: row[key] for key in Job.__dataclass_fields__}) for row in rows if row["event"] == "submitted"]
 
 
@@ -164,16 +164,36 @@ def role_environment(paths: RunPaths) -> dict[str, str]:
 
 def check_devices(config: Config) -> None:
     """Refuse a config that asks for GPUs which this machine does not have (local executor)."""
-    wanted = config.learner.ranks * config.learner.gpus + sum(
-        pool.jobs * pool.engines * pool.gpus for pool in config.rollout
-    )
-    if not wanted:
-        return
-    found = len(list(Path("/dev").glob("nvidia[0-9]*")))
+    wanted = sum(count for _, _, count in _shares(config))
+    found = len(visible_devices()) if wanted else 0
     if wanted > found:
         raise ConfigError(
             f"rollout.gpus and learner.gpus ask for {wanted} GPUs, this machine has {found}; set them to 0 for CPU"
         )
+
+
+def visible_devices() -> list[str]:
+    """This machine's GPUs as CUDA_VISIBLE_DEVICES names them, or those that it names already."""
+    there = sorted((path.name.removeprefix("nvidia") for path in Path("/dev").glob("nvidia[0-9]*")), key=int)
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return there if given is None or not there else [name for name in given.split(",") if name]
+
+
+def devices_of(config: Config, role: Role, index: int, devices: Sequence[str]) -> list[str]:
+    """A local job's own GPUs: no device serves two jobs."""
+    start = 0
+    for other, number, count in _shares(config):
+        if (other, number) == (role, index):
+            return list(devices[start : start + count])
+        start += count
+    return []
+
+
+def _shares(config: Config) -> list[tuple[Role, int, int]]:
+    """(role, index of the job, GPUs that it takes) of the jobs that may take any."""
+    pools = [pool for pool in config.rollout for _ in range(pool.jobs)]
+    rollout: list[tuple[Role, int, int]] = [("rollout", i, pool.engines * pool.gpus) for i, pool in enumerate(pools)]
+    return [*rollout, ("learner", 0, config.learner.ranks * config.learner.gpus)]
 
 
 def submit_here(paths: RunPaths, role: Role, index: int, control: int, body: Callable[..., None]) -> None:
@@ -185,6 +205,8 @@ def submit_here(paths: RunPaths, role: Role, index: int, control: int, body: Cal
 
     config = load_resolved(paths.config)
     environment = role_environment(paths)
+    if role in ("rollout", "learner"):  # control hands its own environment on
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(devices_of(config, role, index, visible_devices()))
     os.environ.clear()
     os.environ.update(environment)
     executor = submitit.LocalExecutor(folder=paths.submitit / f"{role}-{index}")

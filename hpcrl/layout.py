@@ -10,7 +10,6 @@ import errno
 import json
 import os
 import socket
-import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -145,10 +144,11 @@ class RunPaths:
     def private(self) -> Path:
         """A folder on this node, for sockets and process files, that only this user can enter.
 
-        Socket paths are limited to 107 bytes, so it lies in /tmp under a short name made from the run's path.
+        Socket paths are limited to 107 bytes, so it lies in /tmp (TMPDIR may be long, and differ by job) under a
+        short name made from the run folder's identity.
         """
         info = self.root.stat()
-        folder = Path(tempfile.gettempdir()) / f"hpcrl-{os.getuid()}-{info.st_dev:x}-{info.st_ino:x}"
+        folder = Path("/tmp") / f"hpcrl-{os.getuid()}-{info.st_dev:x}-{info.st_ino:x}"
         folder.mkdir(mode=0o700, exist_ok=True)
         owner = folder.stat()
         if owner.st_uid != os.getuid() or owner.st_mode & 0o077:
@@ -172,21 +172,25 @@ class ProcessId:
 
     pid: int
     start: int  # clock ticks after boot at which it started: pids come back, this pair doesn't
-    boot: str
+    boot: str  # and its pid namespace: containers number their processes anew
 
     @classmethod
     def of(cls, pid: int) -> ProcessId:
-        return cls(pid, _start_of(pid) or 0, boot_id())
+        return cls(pid, _start_of(pid) or 0, _pid_space())
 
     @classmethod
     def me(cls) -> ProcessId:
         return cls.of(os.getpid())
 
     def lives(self) -> bool | None:
-        """None when it ran on another machine or before a reboot: that can't be seen from here."""
-        if self.boot != boot_id():
+        """None when it ran on another machine, in another container or before a reboot: it can't be seen from here."""
+        if self.boot != _pid_space():
             return None
         return _start_of(self.pid) == self.start
+
+
+def _pid_space() -> str:
+    return f"{boot_id()}/{Path('/proc/self/ns/pid').stat().st_ino}"
 
 
 def _start_of(pid: int) -> int | None:
@@ -271,10 +275,14 @@ class Appender:
     """An append-only file of JSON lines, each durable when `append` returns."""
 
     def __init__(self, path: Path) -> None:
-        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        size = os.fstat(self._fd).st_size
+        torn = size > 0 and os.pread(self._fd, 1, size - 1) != b"\n"
+        self._start = b"\n" if torn else b""  # a line that a full disk cut short must not swallow the next one
 
     def append(self, *rows: Mapping[str, Any]) -> None:
-        data = b"".join(json.dumps(row).encode() + b"\n" for row in rows)
+        data = self._start + b"".join(json.dumps(row).encode() + b"\n" for row in rows)
+        self._start = b""
         if os.write(self._fd, data) != len(data):
             raise OSError(errno.ENOSPC, "only a part of a line could be written")
         os.fdatasync(self._fd)
@@ -283,8 +291,11 @@ class Appender:
         os.close(self._fd)
 
 
-def read_lines(path: Path, start: int = 0) -> tuple[list[dict[str, Any]], int]:
-    """Whole lines from byte `start` on, and the byte after the last of them; a torn last line waits."""
+def read_lines(path: Path, start: int = 0, *, skip_torn: bool = False) -> tuple[list[dict[str, Any]], int]:
+    """Whole lines from byte `start` on, and the byte after the last of them; a torn last line waits.
+
+    Raises StoreError at a line that is no JSON, unless it is to be skipped.
+    """
     try:
         with path.open("rb") as file:
             file.seek(start)
@@ -297,5 +308,6 @@ def read_lines(path: Path, start: int = 0) -> tuple[list[dict[str, Any]], int]:
         try:
             rows.append(json.loads(line))
         except json.JSONDecodeError as error:
-            raise StoreError(f"{path}: line that is not JSON ({error})") from error
+            if not skip_torn:
+                raise StoreError(f"{path}: line that is not JSON ({error})") from error
     return rows, start + end

@@ -25,6 +25,11 @@ class Chosen:
     def trajectories(self) -> tuple[str, ...]:
         return tuple(entry.trajectory for entry in self.entries)
 
+    def without(self, groups: Collection[str]) -> Chosen | None:
+        """None when nothing is left."""
+        rows = [row for row in zip(self.positions, self.entries, strict=True) if row[1].group not in groups]
+        return Chosen(positions=tuple(row[0] for row in rows), entries=tuple(row[1] for row in rows)) if rows else None
+
 
 class Replay:
     """The entries that wait to be trained, by phase. A trajectory is given out once, whatever the ledger repeats."""

@@ -91,7 +91,6 @@ async def control(paths: RunPaths, config: Config) -> None:
 
     configure_dask()
     paths.stopped.unlink(missing_ok=True)
-    _drop_old_stops(paths)
     ledger = LedgerWriter(paths)
     secure = security(paths)
     scheduler = await _scheduler(config, secure)
@@ -105,20 +104,11 @@ async def control(paths: RunPaths, config: Config) -> None:
             outcome = await driver.run()
             logger.info("the run is over: %s", outcome)
     finally:
-        paths.scheduler.unlink(missing_ok=True)
+        row = read_json(paths.scheduler)
+        if row is not None and row["incarnation"] == ledger.incarnation:  # a successor's stays
+            paths.scheduler.unlink(missing_ok=True)
         await scheduler.close()
         ledger.close()
-
-
-def _drop_old_stops(paths: RunPaths) -> None:
-    """A stop that was asked of the control before this one is not meant for this one."""
-    from hpcrl.launch import newest
-
-    job = newest(paths, "control")
-    for path in paths.inbox.glob("stop-*.json"):
-        asked = path.stem.partition("-")[2]
-        if job is None or (asked.isdigit() and int(asked) < job.wall * 1e9):
-            path.unlink(missing_ok=True)
 
 
 async def _scheduler(config: Config, secure: Any) -> Any:

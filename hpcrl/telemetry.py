@@ -26,7 +26,7 @@ class JsonLines(logging.Formatter):
         }
         if record.exc_info:
             row["traceback"] = self.formatException(record.exc_info)
-        return json.dumps(row, ensure_ascii=False)
+        return json.dumps(row)
 
 
 def start_logging(folder: Path, role: str, job: str) -> None:

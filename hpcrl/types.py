@@ -87,6 +87,10 @@ class Fault:
     where: str  # the part that failed: "sandbox", "engine", "host n1-0"
     message: str
 
+    @classmethod
+    def from_json(cls, row: Mapping[str, str] | None) -> Fault | None:
+        return None if row is None else cls(cause=Cause(row["cause"]), where=row["where"], message=row["message"])
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
@@ -203,7 +207,7 @@ class Generation:
     ids: Int32Array  # [T]
     logprobs: Float32Array  # [T], natural log, of the sampled token, at the sampling temperature
     spans: tuple[Span, ...]  # cover [0, T)
-    finish_reason: Literal["stop", "length", "abort"]
+    finish_reason: Literal["stop", "length"]
     cached_tokens: int = 0
     queue_s: float = 0.0
     duration_s: float = 0.0
@@ -252,10 +256,7 @@ class Ended:
     def from_json(cls, row: Mapping[str, Any]) -> Ended:
         """From what `to_json` gave; keys that are no field are left out, so an END record's meta will do."""
         values = {key: value for key, value in row.items() if key in cls.__dataclass_fields__}
-        fault = values["fault"]
-        if fault is not None:
-            fault = Fault(cause=Cause(fault["cause"]), where=fault["where"], message=fault["message"])
-        return cls(**{**values, "status": State(values["status"]), "fault": fault})
+        return cls(**{**values, "status": State(values["status"]), "fault": Fault.from_json(values["fault"])})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

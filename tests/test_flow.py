@@ -389,15 +389,48 @@ def test_a_claim_ends_once_whatever_event_comes_first() -> None:
     flow.handle(f.SandboxJoined(sandbox="s", capacity=64), 0.0)
     out = flow.handle(f.HostJoined(host="h", node="n", capacity=1, held=()), f.CLAIM_S - 1)
     other = starts(out)[0].ticket
-    # The slot is freed after the claim's time but before a tick has counted its attempt up.
+    # The claim's time is over: placed elsewhere, it is the next attempt, once.
     out = starts(flow.handle(f.AttemptEnded(ended=ended(other)), f.CLAIM_S + 0.1))
-    assert all(row.ticket.trajectory != tickets[0].trajectory for row in out)
-    for row in out:
-        flow.handle(f.AttemptEnded(ended=ended(row.ticket)), f.CLAIM_S + 0.1)
-    placed = starts(flow.handle(f.Tick(), f.CLAIM_S + 0.2))
-    attempts = {row.ticket.trajectory: row.ticket.attempt for row in placed}
-    attempts |= {key: row.ticket.attempt for key, row in flow.open.items()}
-    assert attempts[tickets[0].trajectory] == 2
+    assert [(row.ticket.trajectory, row.ticket.attempt) for row in out] == [(tickets[0].trajectory, 2)]
+    flow.handle(f.HostLeft(host="h"), f.CLAIM_S + 1)
+    out = starts(flow.handle(f.HostJoined(host="h2", node="n", capacity=9, held=()), f.CLAIM_S + 9))
+    assert {row.ticket.trajectory: row.ticket.attempt for row in out}[tickets[0].trajectory] == 3
+
+
+def test_a_host_that_comes_back_after_the_claims_time_keeps_what_nobody_else_took() -> None:
+    tickets = [row.ticket for row in starts(joined(make()))]
+    flow = make(restored=f.Restored(attempts={tickets[0].trajectory: 1}, num_groups={"warm": 1}), incarnation=2)
+    flow.handle(f.SandboxJoined(sandbox="s", capacity=64), 0.0)
+    flow.handle(f.Tick(), f.CLAIM_S + 5)
+    held = [(tickets[0].trajectory, 1, "s")]
+    out = flow.handle(f.HostJoined(host="h", node="n", capacity=4, held=held), f.CLAIM_S + 6)
+    assert not [row for row in out if isinstance(row, f.Abandon)]
+    assert (tickets[0].trajectory, 1) in [(row.ticket.trajectory, row.ticket.attempt) for row in starts(out)]
+
+
+def test_a_trajectorys_life_is_one_whatever_its_attempts() -> None:
+    flow = make()
+    ticket = starts(joined(flow))[0].ticket
+    assert ticket.deadline_s == flow.config.sampling.deadline_s
+    flow.handle(f.AttemptLost(trajectory=ticket.trajectory, attempt=1, message="gone"), 100.0)
+    (again,) = [row for row in starts(flow.handle(f.Tick(), 130.0)) if row.ticket.trajectory == ticket.trajectory]
+    assert again.ticket.deadline_s == flow.config.sampling.deadline_s - 100.0
+
+
+def test_an_evaluations_answer_from_another_version_is_in_no_score() -> None:
+    flow = make(settings(phase=PHASES[1:], evaluation={"tasks": 3}))
+    flow.handle(f.Published(version=0), 0.0)
+    flow.handle(f.EngineChanged(node="n", ready=True, version=0), 0.0)
+    out = starts(joined(flow))
+    evals = [row.ticket for row in out if row.ticket.kind == "eval"]
+    assert len(evals) == 3
+    results = []
+    for number, ticket in enumerate(evals):
+        # The engine went away and came back with other weights while the second was under way.
+        one = ended(ticket, version=0)
+        results += flow.handle(f.AttemptEnded(ended=replace(one, max_version=7) if number == 1 else one), 1.0)
+    (result,) = [row.result for row in results if isinstance(row, f.RecordEvaluation)]
+    assert (result.tasks, result.failed, result.successes) == (2, 1, 2)
 
 
 def test_a_load_that_nobody_answered_says_nothing_of_the_version() -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import h5py
 import numpy as np
 import pytest
 import torch
@@ -19,8 +20,10 @@ from hpcrl.config import Config
 from hpcrl.layout import RunPaths
 from hpcrl.learner.train import rate, run_learner
 from hpcrl.replay import Replay
+from hpcrl.store.compact import compact
 from hpcrl.store.index import Store
 from hpcrl.store.ledger import LedgerWriter, UpdateRow, entries, lineage, trained_twice
+from hpcrl.store.records import Kind
 from hpcrl.weights.load import check, iter_tensors, newest, read_probe
 
 RANK = """
@@ -177,6 +180,42 @@ def test_a_resumed_run_goes_on_exactly_and_trains_nothing_twice(tmp_path: Path, 
     assert trained_twice(lineage(broken)) == []
     left, right = (dict(iter_tensors(paths.version(1))) for paths in (straight, broken))
     assert all(torch.equal(left[name], right[name]) for name in left)
+
+
+def test_the_only_good_checkpoint_stays_when_a_newer_one_is_damaged(tmp_path: Path, model: Path) -> None:
+    config = make_config([warmup(6)], learner={"checkpoint_every": 2, "keep_checkpoints": 2})
+    paths = make_run(tmp_path / "run", config, model)
+    store_and_enter(paths, sft_rows(36))
+    alone(paths, config, stop=lambda: len(trained_rows(paths)) >= 4)
+    part = next((paths.checkpoints / "update-000004").glob("*.distcp"))
+    part.write_bytes(part.read_bytes()[:-9])
+    # Goes on from update 2 and is stopped at 3: the damaged 4 must not push 3 or 2 out.
+    alone(paths, config, stop=lambda: trained_rows(paths)[-1].update >= 3 and lineage(paths)[-1].update == 3)
+    assert [folder.name for folder in sorted(paths.checkpoints.iterdir())] == ["update-000002", "update-000003"]
+    alone(paths, config)
+    assert [row.update for row in trained_rows(paths)] == [1, 2, 3, 4, 5, 6]
+
+
+def test_what_can_not_be_read_trains_nothing_and_holds_nobody_up(tmp_path: Path, model: Path) -> None:
+    config = make_config([warmup(2)])
+    tokens = {}
+    for name in ("whole", "damaged"):
+        paths = make_run(tmp_path / name, config, model)
+        store_and_enter(paths, sft_rows(12))
+        compact(paths)
+        (shard,) = paths.shards.glob("*.h5")
+        with h5py.File(shard) as file:
+            row = next(row for row in file["steps"][:] if row["kind"] == Kind.ACT)
+            at = file["tokens/ids"].id.get_offset() + 4 * int(row["token_start"])
+            lost = int(file["trajectories"]["num_sampled"][row["trajectory"]])
+        if name == "damaged":
+            data = bytearray(shard.read_bytes())
+            data[at] ^= 1
+            shard.write_bytes(data)
+        alone(paths, config)
+        assert [row.update for row in trained_rows(paths)] == [1, 2]
+        tokens[name] = sum(row.metrics["tokens"] for row in trained_rows(paths))
+    assert tokens["damaged"] == tokens["whole"] - lost
 
 
 def test_a_stop_is_heard_by_the_learner_that_it_is_meant_for(tmp_path: Path, model: Path) -> None:

@@ -143,10 +143,42 @@ async def test_what_an_open_segment_alone_holds_is_stored_again_by_who_adopts_it
         assert not settled.unsettled(again.trajectory, again.head)
 
 
-async def test_one_that_has_ended_is_not_run_again(log: LogClient, renderer: Renderer, tmp_path: Path) -> None:
+async def test_the_store_says_how_one_has_ended(log: LogClient, renderer: Renderer, tmp_path: Path) -> None:
     ended = await loop(log, renderer, ticket()).run()
     store = await stored(tmp_path)
-    assert history_of(store, ended.trajectory, ended.head) == ended
+    assert store.head(ended.trajectory) == ended.head
+    assert store.ended(ended.trajectory, ended.head) == ended
+    before = store.chain(ended.trajectory, ended.head)[-2].hash
+    assert store.ended(ended.trajectory, before) is None
+
+
+@pytest.mark.parametrize("lost", [0, 1, 2, 3])
+async def test_one_record_that_was_not_stored_stops_the_attempt_before_it(
+    log: LogClient, renderer: Renderer, tmp_path: Path, lost: int
+) -> None:
+    """One batch of the log fails, those after it don't: nothing may rest on what isn't there."""
+    broken = await loop(FailingLog(log, lost, count=1), renderer, ticket()).run()
+    assert broken.status is State.RETRYING and broken.head == ""
+    assert broken.fault is not None and broken.fault.cause is Cause.PLATFORM
+    store = await stored(tmp_path)
+    head = store.head(broken.trajectory) or ""
+    history = history_of(store, broken.trajectory, head) if head else None
+    ended = await loop(log, renderer, ticket(attempt=2, adopt=head), history=history).run()
+    assert (ended.status, ended.rewards) == (State.COMPLETED, {"outcome": 1.0})
+    store.refresh()
+    assert store.head(ended.trajectory) == ended.head and store.complete(ended.trajectory, ended.head)
+    assert renderer.transcript(store.sequence(ended.trajectory, ended.head, 1.0).ids).count("answer 233") == 1
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), "much"])
+async def test_a_reward_that_is_no_number_is_the_rewards_fault(
+    log: LogClient, renderer: Renderer, value: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environment = find.make(TASK, 7)
+    monkeypatch.setattr(environment, "rewards", lambda: {"outcome": value})
+    ended = await loop(log, renderer, ticket(), environment=environment).run()
+    assert (ended.status, ended.rewards) == (State.FAILED, {})
+    assert ended.fault is not None and ended.fault.cause is Cause.REWARD
 
 
 class Broken:
@@ -208,7 +240,7 @@ async def test_a_reward_that_fails_is_no_reward(log: LogClient, renderer: Render
 async def test_the_deadline_keeps_what_there_is(log: LogClient, renderer: Renderer, tmp_path: Path) -> None:
     ended = await loop(log, renderer, ticket(deadline_s=0.3), environment=Broken("sleep")).run()
     assert ended.status is State.TRUNCATED and ended.fault is not None and ended.fault.cause is Cause.ENVIRONMENT
-    kinds = [row.kind for row in (await stored(tmp_path)).chain(ended.head)]
+    kinds = [row.kind for row in (await stored(tmp_path)).chain(ended.trajectory, ended.head)]
     assert kinds == [Kind.ADOPT, Kind.ACT, Kind.END]
 
 
@@ -231,14 +263,14 @@ async def test_an_engine_that_fails_is_named(log: LogClient, renderer: Renderer)
 
 
 class FailingLog:
-    """Refuses records from the n-th on, as a full disk does."""
+    """Refuses `count` records from the n-th on; all of them, as a full disk does."""
 
-    def __init__(self, log: LogClient, after: int) -> None:
-        self.log, self.left = log, after
+    def __init__(self, log: LogClient, after: int, count: int = 1000) -> None:
+        self.log, self.left, self.count = log, after, count
 
     def append(self, record: Record) -> Any:
         self.left -= 1
-        if self.left >= 0:
+        if self.left >= 0 or self.left < -self.count:
             return self.log.append(record)
         future = asyncio.get_running_loop().create_future()
         future.set_exception(OSError(28, "No space left on device"))
@@ -279,6 +311,6 @@ async def test_a_verdict_only_records_the_end(log: LogClient, renderer: Renderer
     fault = Fault(cause=Cause.ENVIRONMENT, where="sandbox", message="gone")
     ended = await loop(log, renderer, ticket(attempt=3, verdict=fault)).run()
     assert (ended.status, ended.fault, ended.rewards) == (State.FAILED, fault, {})
-    kinds = [row.kind for row in (await stored(tmp_path)).chain(ended.head)]
+    kinds = [row.kind for row in (await stored(tmp_path)).chain(ended.trajectory, ended.head)]
     assert kinds == [Kind.ADOPT, Kind.END]
     assert Ended.from_json(ended.to_json()) == ended

@@ -211,6 +211,24 @@ async def test_an_append_that_failed_and_its_successor(tmp_path: Path) -> None:
         assert next(store.trajectories()).num_orphans == 1
 
 
+@pytest.mark.parametrize("lost", ["PROMPT", "ADOPT", "ACT", "OBSERVE"])
+async def test_a_chain_with_a_hole_goes_on_before_the_hole(tmp_path: Path, lost: str) -> None:
+    """One batch of the log failed, later ones didn't: what comes after the hole can't be continued from."""
+    paths = run_folder(tmp_path)
+    start, *chain = trajectory("t")
+    first = {record.kind.name: record for record in reversed([start, *chain])}[lost]
+    await write(paths, [record for record in (start, *chain) if record is not first])
+    expected = {"PROMPT": chain[0].hash, "ADOPT": None, "ACT": chain[0].hash, "OBSERVE": chain[1].hash}[lost]
+    with Store(paths) as store:
+        assert store.head("t") == expected
+        assert store.ended("t", expected or "") is None
+    # The next attempt goes on from there, and its chain is the trajectory's.
+    again = adopt("t", attempt=2, parent=expected or "")
+    await write(paths, [again], "n2")
+    with Store(paths) as store:
+        assert store.head("t") == again.hash and store.complete("t", again.hash)
+
+
 async def test_refresh_takes_in_only_what_is_new_and_follows_compaction(tmp_path: Path) -> None:
     paths = run_folder(tmp_path)
     await write(paths, trajectory("a"))

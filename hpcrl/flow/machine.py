@@ -52,6 +52,7 @@ from hpcrl.types import Cause, Ended, Entry, Fault, Sampling, State, Task, Ticke
 
 # A restarted control waits this long for hosts to claim the trajectories that they still run.
 CLAIM_S = 10.0
+OTHER_VERSION = "an evaluation's tokens came from another version than its own"
 MAX_LOAD_FAILURES = 3  # of an engine at the same version, before that version is taken for the cause
 
 
@@ -63,6 +64,9 @@ class Open:
     host: str = ""  # where its attempt runs; "" while pending
     not_before: float = 0.0
     claim_until: float = 0.0  # restored: may still run on a host that has not joined yet
+    begun: bool = False  # restored: an earlier life began this attempt; placed elsewhere it is the next
+    placed_at: float = 0.0
+    spent_s: float = 0.0  # of its life, in attempts that are over
     faults: Counter[Cause] = field(default_factory=Counter)
 
 
@@ -153,6 +157,8 @@ class Flow:
             case EngineChanged(node=node, ready=ready, version=version):
                 known = self.nodes.setdefault(node, Node(ready, version))
                 known.ready, known.version = ready, version
+                if ready:
+                    self.promoted = max(self.promoted, version)  # it was checked when it was loaded
                 out = []
             case LoadDone():
                 out = self._load_done(event)
@@ -168,15 +174,13 @@ class Flow:
                 out = self._updated(event)
             case Submitted(trajectory=trajectory, task=task):
                 group = trajectory.rsplit(".", 1)[0]
-                if trajectory not in self._restored.ended and trajectory not in self.open:
-                    self._admit("user", task, group, 0, "", self.config.sampling.temperature)
-                    self._reopen(trajectory)
+                if trajectory not in self._restored.finished and trajectory not in self.open:
+                    self._reopen(self._admit("user", task, group, 0, "", self.config.sampling.temperature))
                 out = []
             case StopAsked(reason=reason):
                 self.finished = True
                 return [Finish(outcome=reason)]
             case Tick():
-                self._claims_expired(now)
                 out = []
         out, self.backlog = self.backlog + out, []
         out += self._evaluate()
@@ -337,7 +341,7 @@ class Flow:
         return best if best and free[best] > 0 else ""
 
     def _place(self, row: Open, now: float) -> Start | None:
-        if now < row.not_before or row.claim_until:  # a claim ends by its Tick alone, which counts the attempt up
+        if now < max(row.not_before, row.claim_until):
             return None
         ticket = row.ticket
         verdict = ticket.verdict is not None
@@ -348,8 +352,10 @@ class Flow:
         sandbox = self._sandbox() if self._needs_sandbox and not verdict else ""
         if not host or (self._needs_sandbox and not verdict and not sandbox):
             return None
-        row.ticket = replace(ticket, sandbox=sandbox)
-        row.host = host
+        deadline_s = max(0.0, self.config.sampling.deadline_s - row.spent_s)
+        attempt = ticket.attempt + row.begun
+        row.ticket = replace(ticket, sandbox=sandbox, attempt=attempt, deadline_s=deadline_s)
+        row.host, row.placed_at, row.begun = host, now, False
         self.hosts[host].used += 1
         if sandbox:
             self.sandboxes[sandbox].used += 1
@@ -375,7 +381,7 @@ class Flow:
                 continue
             # The loop went on while control was away: attach to it again, under the attempt that it has.
             row.ticket = replace(row.ticket, attempt=attempt, sandbox=sandbox)
-            row.host, row.claim_until = event.host, 0.0
+            row.host, row.claim_until, row.begun = event.host, 0.0, False
             place.used += 1
             if sandbox in self.sandboxes:
                 self.sandboxes[sandbox].used += 1
@@ -388,12 +394,6 @@ class Flow:
         for key in [key for key, row in self.open.items() if row.host == host]:
             self._retry(key, self.open[key].ticket.attempt, fault, now)
 
-    def _claims_expired(self, now: float) -> None:
-        for row in self.open.values():
-            if row.claim_until and now >= row.claim_until:
-                row.claim_until = 0.0
-                row.ticket = replace(row.ticket, attempt=row.ticket.attempt + 1)
-
     # -- ends --
 
     def _attempt_ended(self, ended: Ended, now: float) -> list[Instruction]:
@@ -403,6 +403,9 @@ class Flow:
         if not ended.status.terminal:
             fault = ended.fault or Fault(cause=Cause.PLATFORM, where="host", message="ended without an end")
             return self._retry(ended.trajectory, ended.attempt, fault, now)
+        pinned = row.ticket.pinned
+        if ended.min_version >= 0 and pinned >= 0 and not ended.min_version == ended.max_version == pinned:
+            ended = replace(ended, rewards={}, fault=Fault(cause=Cause.ENGINE, where="engine", message=OTHER_VERSION))
         self._release(row)
         del self.open[ended.trajectory]
         return self._count_end(ended)
@@ -452,6 +455,7 @@ class Flow:
         if row is None or row.ticket.attempt != attempt or not row.host:
             return []
         self._release(row)
+        row.spent_s += now - row.placed_at
         self.counts.faults[fault.cause] += 1
         row.faults[fault.cause] += 1
         tries = row.faults[fault.cause]
@@ -579,7 +583,7 @@ class Flow:
         attempt = self._restored.attempts.get(key, 0)
         if attempt:
             row.ticket = replace(row.ticket, attempt=attempt)
-            row.claim_until = self._claim_until
+            row.claim_until, row.begun = self._claim_until, True
         self.pending.append(key)
 
     def _restore_groups(self) -> None:

@@ -210,4 +210,5 @@ class Restored:
     attempts: Mapping[str, int] = field(default_factory=dict)  # open trajectory -> highest attempt so far
     num_groups: Mapping[str, int] = field(default_factory=dict)  # phase -> groups ever opened
     evaluations: Mapping[str, EvaluationResult] = field(default_factory=dict)
+    finished: frozenset[str] = frozenset()  # trajectories that users asked for and that have ended
     counts: Counts = field(default_factory=Counts)  # of trajectories that are done with

@@ -71,7 +71,8 @@ def save(paths: RunPaths, policy: Policy, optimizer: torch.optim.Optimizer, posi
         shutil.rmtree(final, ignore_errors=True)
         temporary.rename(final)
         sync_folder(paths.checkpoints)
-        for old in _folders(paths)[keep:]:
+        left = [folder for folder in _folders(paths) if folder > final]  # damaged, or of a lineage that was left
+        for old in [*left, *_folders(paths)[len(left) + keep :]]:
             shutil.rmtree(old, ignore_errors=True)
     dist.barrier()
 

@@ -118,7 +118,7 @@ class Learner:
             trained = {trajectory for row in rows for trajectory in row.trajectories}
             last = {phase.name: phase.updates for phase in self.config.phase}
             self._ends = {row.version for row in rows if row.phase_update == last.get(row.phase)}
-            self._feed = Feed(self.paths, self._store, trained, stop, control)
+            self._feed = Feed(self.paths, self._store, trained, stop, control, self.config.store.poll_s)
         there = self.ranks.share(newest(self.paths, 1) if self._first else None)
         if there != [self.at.version]:
             parent = self.at.version if there else -1

@@ -106,7 +106,7 @@ class VllmEngine:
         duration_s = time.monotonic() - began
         choice = answer["choices"][0]
         reason = choice["finish_reason"]
-        if reason not in ("stop", "length", "abort"):
+        if reason not in ("stop", "length"):  # "abort": cut off by somebody, not ended by the policy
             raise EngineFault(f"request {request} ended with {reason!r}", self._name)
         rows = choice["logprobs"]["content"] if choice["logprobs"] else []
         sampled = np.asarray(choice["token_ids"], np.int32)
@@ -165,13 +165,12 @@ class VllmEngine:
             for problem in problems["results"]:
                 if problem:
                     raise StoreError(problem)
-            try:
-                await self._post("/pause?mode=keep&clear_cache=true")
-                await self._post("/start_weight_update")
-                await self._post("/update_weights", {"update_info": {"folder": str(folder)}})
-                await self._post("/finish_weight_update", {"weight_version": str(version)})
-            finally:
-                await asyncio.shield(self._post("/resume"))
+            await self._post("/pause?mode=keep&clear_cache=true")
+            # From here on a failure leaves it paused: nothing may be sampled from weights that are half loaded.
+            await self._post("/start_weight_update")
+            await self._post("/update_weights", {"update_info": {"folder": str(folder)}})
+            await self._post("/finish_weight_update", {"weight_version": str(version)})
+            await self._post("/resume")
 
     async def name_version(self, version: int) -> None:
         """Say which version the weights are that the server was started with."""
@@ -182,9 +181,13 @@ class VllmEngine:
 
     async def probe(self, folder: Path) -> float:
         """Mean |logprob of this engine - logprob of the learner| on the probe batch that lies in a version's folder."""
-        from hpcrl.weights.load import read_probe  # needs torch, which a host has no use for
 
-        probe = read_probe(folder)
+        def read() -> Any:
+            from hpcrl.weights.load import read_probe  # takes torch seconds to import, which a host has no use for
+
+            return read_probe(folder)
+
+        probe = await asyncio.to_thread(read)
         ids, logprobs = probe.ids.numpy(), probe.logprobs.numpy()  # [B, T]
         lengths = probe.lengths.tolist()
         ours = await self.score([row[:length] for row, length in zip(ids, lengths, strict=True)])

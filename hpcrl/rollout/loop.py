@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -49,7 +50,7 @@ UNKNOWN = "outcome unknown: the call may or may not have happened"
 
 
 class Log(Protocol):
-    """What the loop needs of the node's log (`hpcrl.store.log.LogClient`)."""
+    """What the loop needs of the node's log (`hpcrl.store.link.LogClient`)."""
 
     def append(self, record: Record) -> asyncio.Future[Receipt]: ...
 
@@ -153,6 +154,7 @@ class Loop:
             room = min(ticket.sampling.max_tokens, ticket.max_context - self._num_tokens)
             if room <= 0:
                 return State.TRUNCATED, Fault(cause=Cause.POLICY, where="context", message="max_context reached")
+            self._refuse_holes()
             self.state = State.RUNNING
             sampling = dataclasses.replace(ticket.sampling, max_tokens=room, seed=ticket.seed + self._num_steps)
             request = f"{ticket.trajectory}/{ticket.attempt}/{self._num_steps}"
@@ -201,7 +203,7 @@ class Loop:
         self._add(history.context)
         last = chain[-1]
         if last.kind is Kind.OBSERVE:
-            return self._verdict(last.meta["done"], last.meta["truncated"])
+            return self._verdict(last.meta["done"], last.meta["truncated"], Fault.from_json(last.meta["fault"]))
         calls = tuple(ToolCall(**call) for call in last.meta["calls"])
         if any(call.effects != "pure" for call in calls):
             results = tuple(ToolResult(name=call.name, status="error", text=UNKNOWN) for call in calls)
@@ -217,7 +219,11 @@ class Loop:
         except Exception as error:
             raise self._broken("parse", error) from error
         step = f"{self.ticket.trajectory}/{self._num_steps}"
-        return tuple(dataclasses.replace(call, key=f"{step}/{index}") for index, call in enumerate(calls))
+        effects = {tool.name: tool.effects for tool in self._environment.tools()}  # the tool's word, not the call's
+        return tuple(
+            dataclasses.replace(call, key=f"{step}/{index}", effects=effects.get(call.name, call.effects))
+            for index, call in enumerate(calls)
+        )
 
     async def _step(self, calls: Sequence[ToolCall]) -> StepOutcome:
         self.state = State.WAITING_TOOL
@@ -309,7 +315,10 @@ class Loop:
             "done": outcome.done,
             "truncated": outcome.truncated,
         }
-        self._chain(Kind.OBSERVE, self._num_steps - 1, meta, ids=ids)
+        try:
+            self._chain(Kind.OBSERVE, self._num_steps - 1, meta, ids=ids)
+        except (TypeError, ValueError) as error:  # no JSON
+            raise self._broken("step", error) from error
         self._add(ids)
         return self._verdict(outcome.done, outcome.truncated, outcome.fault)
 
@@ -326,9 +335,11 @@ class Loop:
         self.state = State.SCORING
         if status in (State.COMPLETED, State.TRUNCATED):
             try:
-                rewards = self._environment.rewards()
+                rewards = {source: float(value) for source, value in self._environment.rewards().items()}
+                if not all(map(math.isfinite, rewards.values())):
+                    raise ValueError(f"a reward is no finite number: {rewards}")
             except Exception as error:
-                status = State.FAILED
+                rewards, status = {}, State.FAILED
                 fault = Fault(cause=Cause.REWARD, where="rewards", message=f"{type(error).__name__}: {error}")
         ended = self._ended(status, fault, rewards, head="")
         try:
@@ -407,6 +418,12 @@ class Loop:
                 commit.result()
                 self._commits.discard(commit)
 
+    def _refuse_holes(self) -> None:
+        """Go no further than a record that could not be stored: nothing after it would count. Raises its OSError."""
+        for commit in self._commits:
+            if commit.done():
+                commit.result()
+
     def _add(self, ids: Int32Array) -> None:
         self._context.append(ids)
         self._num_tokens += len(ids)
@@ -449,11 +466,8 @@ def unbegun(ticket: Ticket, fault: Fault) -> Ended:
     )  # fmt: skip
 
 
-def history_of(store: Store, trajectory: str, head: str) -> History | Ended:
-    """What to do with the stored chain that ends in `head`: go on from it, or, where it has ended, how it did."""
-    ended = store.ended(trajectory, head)
-    if ended is not None:
-        return ended
+def history_of(store: Store, trajectory: str, head: str) -> History:
+    """The stored chain that ends in `head`, to go on from. Raises StoreError when some of it is missing or damaged."""
     chain = store.chain(trajectory, head)
     begun = any(record.kind is Kind.ACT for record in chain)
     context = store.context(trajectory, head).ids if begun else np.empty(0, np.int32)

@@ -95,6 +95,7 @@ class EngineProcess:
         self.name = folder.name
         self.folder = folder
         self.socket = folder / SOCKET
+        self.loading = folder / "loading"  # there while its weights may be half loaded
         self.log = log
         if len(os.fsencode(self.socket)) > SOCKET_PATH_BYTES:
             raise EngineError(f"{self.socket}: longer than {SOCKET_PATH_BYTES} bytes, no socket can lie there")
@@ -118,6 +119,7 @@ class EngineProcess:
         self.folder.chmod(0o700)
         self.socket.unlink(missing_ok=True)
         (self.folder / guard.ENGINE).unlink(missing_ok=True)
+        self.loading.unlink(missing_ok=True)
         self._own()
         self.log.parent.mkdir(parents=True, exist_ok=True)
         self.log.touch()
@@ -139,10 +141,11 @@ class EngineProcess:
     async def adopt(self) -> bool:
         """Take over the engine that a dead supervisor of this folder left running, without a restart.
 
-        False when there is none that answers, or it was started for another model or configuration.
+        False when there is none that answers, it was started for another model or configuration, or its supervisor died
+        in the middle of a load.
         """
         row = guard.read(str(self.folder / guard.ENGINE))
-        if row.get("command") != self._command or not self.alive:
+        if row.get("command") != self._command or not self.alive or self.loading.exists():
             return False
         self._own()
         return await self._healthy()

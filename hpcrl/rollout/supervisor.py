@@ -92,7 +92,7 @@ class EngineSlot:
         began = time.monotonic()
         old = self.version
         try:
-            await self.client.load(version, self._paths.version(version))
+            await self._take(version)
             mismatch = await self.client.probe(self._paths.version(version))
         except StoreError as error:  # refused before anything changed
             return {"ok": False, "refused": True, "message": str(error)}
@@ -107,9 +107,19 @@ class EngineSlot:
         self.version, self.mismatch = version, mismatch
         return {"ok": True, "message": "", "mismatch": mismatch, "seconds": time.monotonic() - began}
 
-    async def _bring_back(self, version: int) -> None:
+    async def _take(self, version: int) -> None:
+        """Raises StoreError when the engine goes on as it was, else it must be restarted."""
+        self.process.loading.touch()
         try:
             await self.client.load(version, self._paths.version(version))
+        except StoreError:
+            self.process.loading.unlink(missing_ok=True)
+            raise
+        self.process.loading.unlink(missing_ok=True)
+
+    async def _bring_back(self, version: int) -> None:
+        try:
+            await self._take(version)
         except (StoreError, EngineFault, EngineError) as error:
             logger.warning("%s: version %d did not come back either: %s", self.process.name, version, error)
             self.ready = False
@@ -187,7 +197,7 @@ class Supervisor:
                 await slot.start()
                 deaths = 0
                 message = await self._until_bad(slot)
-            except EngineError as error:
+            except (EngineError, EngineFault) as error:
                 message = str(error)
             slot.ready = False
             slot.restarts += 1

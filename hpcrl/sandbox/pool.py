@@ -39,7 +39,9 @@ class PoolStats:
 class Lease:
     """A sandbox as one attempt sees it (`hpcrl.types.Sandbox`). Ends when released or when a higher attempt comes."""
 
-    def __init__(self, trajectory: str, attempt: int, session: Session) -> None:
+    def __init__(self, trajectory: str, attempt: int, session: Session, timeout_s: float) -> None:
+        """`timeout_s`: the most that any command may take."""
+        self._timeout_s = timeout_s
         self.trajectory = trajectory
         self.attempt = attempt
         self._session = session
@@ -52,7 +54,8 @@ class Lease:
     async def run(
         self, command: Sequence[str], *, stdin: bytes = b"", timeout_s: float = 30.0, cap_bytes: int = 65536
     ) -> CommandResult:
-        result = await self._live().run(command, stdin=stdin, timeout_s=timeout_s, cap_bytes=cap_bytes)
+        limit_s = min(timeout_s, self._timeout_s)
+        result = await self._live().run(command, stdin=stdin, timeout_s=limit_s, cap_bytes=cap_bytes)
         self._live()  # if the lease ended meanwhile, the command was killed for that
         return result
 
@@ -116,7 +119,7 @@ class Pool:
         except BaseException:
             self._slots.release()
             raise
-        lease = self._leases[trajectory] = Lease(trajectory, attempt, session)
+        lease = self._leases[trajectory] = Lease(trajectory, attempt, session, self._config.command_timeout_s)
         self._top_up()
         return lease
 

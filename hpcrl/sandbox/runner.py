@@ -174,6 +174,8 @@ class Runner:
                 reply, data = operations[header["op"]](header, body)
             except OSError as error:
                 reply, data = {"errno": error.errno, "error": error.strerror}, b""
+            except ValueError as error:  # a NUL in a path, text that is no text
+                reply, data = {"errno": errno.EINVAL, "error": str(error)}, b""
             self.channel.send({"id": header["id"], **reply}, data)
 
     # ---- run
@@ -182,10 +184,10 @@ class Runner:
         start = time.monotonic()
         try:
             self.command = command = Command(header["argv"], body, header["cap"])
-        except OSError as error:
+        except (OSError, ValueError) as error:  # ValueError: a NUL in an argument, text that is no text
             self.sweep()
-            missing = 126 if error.errno == errno.EACCES else 127  # as a shell has it
-            text = f"{header['argv'][0]}: {error.strerror}\n".encode("utf-8", "replace")
+            missing = 126 if getattr(error, "errno", 0) == errno.EACCES else 127  # as a shell has it
+            text = f"{header['argv'][0]}: {getattr(error, 'strerror', error)}\n".encode("utf-8", "replace")
             return {"code": missing, "killed": "", "duration": time.monotonic() - start, "sizes": [0, len(text)],
                     "kept": [0, len(text)]}, text  # fmt: skip
         try:

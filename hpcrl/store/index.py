@@ -403,11 +403,31 @@ class Store:
         """The ids of all trajectories, in the order that they were first read."""
         return {**dict.fromkeys(self._places), **dict.fromkeys(self._fresh)}.keys()
 
-    def _head(self, trajectory: str) -> Row | None:
-        """The last record of the highest attempt's chain."""
+    def _head(self, trajectory: str, *, whole: bool = False) -> Row | None:
+        """The last record of the highest attempt's chain; with `whole` among those alone whose chain is all here."""
         chained = [row for row in self.rows(trajectory).values() if row.kind in CHAINED]
+        if whole:
+            chained = self._whole(trajectory, chained)
         highest = max((row.attempt for row in chained), default=0)
         return leaf([row for row in chained if row.attempt == highest])
+
+    def _whole(self, trajectory: str, chained: Sequence[Row]) -> list[Row]:
+        """Of these rows: those before which no record and no prompt is missing."""
+        known = self.rows(trajectory)
+        whole = {"": True}
+        for row in chained:
+            path = []
+            hash = row.hash
+            while hash not in whole:
+                path.append(hash)
+                here = known.get(hash)
+                if here is None or (here.root and here.root not in self._prompts):
+                    whole[hash] = False
+                    break
+                hash = here.parent
+            for one in path:
+                whole[one] = whole[hash]
+        return [row for row in chained if whole[row.hash]]
 
     def _chain_of(self, trajectory: str) -> list[Row]:
         """The rows of the highest attempt's chain; from its first known record when a parent is missing."""
@@ -420,8 +440,11 @@ class Store:
         return chain[::-1]
 
     def head(self, trajectory: str) -> str | None:
-        """The last record of the highest attempt's chain (END where it ended); None when nothing of it is here."""
-        row = self._head(trajectory)
+        """The last record of the highest attempt's chain (END where it ended) before which nothing is missing.
+
+        None when there is none. What an append that failed left a hole before is passed over.
+        """
+        row = self._head(trajectory, whole=True)
         return row.hash if row else None
 
     def _meta(self, trajectory: str, row: Row) -> Mapping[str, Any]:

@@ -118,7 +118,8 @@ class Log:
                 owner = read_header(path)[0].owner
                 if owner.lives():
                     raise StoreError(f"{path}: process {owner.pid} writes this node's log; stop it first")
-            recover(path)
+            with contextlib.suppress(FileNotFoundError):  # closed by a compactor of this machine meanwhile
+                recover(path)
 
     async def append(self, frames: Sequence[bytes]) -> list[Place]:
         """Make frames durable; where they lie. Raises OSError when they could not be: then none of them is there."""

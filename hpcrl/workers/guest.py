@@ -91,12 +91,12 @@ class Guest:
         """Returns when `stop` is set, or when no control was there for `launch.control_timeout_s`."""
         last_seen = time.monotonic()
         while not self.stop.is_set():
+            if time.monotonic() - last_seen > self._config.launch.control_timeout_s:
+                logger.warning("no control for %g s: this process ends", self._config.launch.control_timeout_s)
+                return
             scheduler = read_json(self._paths.scheduler)
             if scheduler is None or not await _listens(scheduler["address"]):
-                if time.monotonic() - last_seen > self._config.launch.control_timeout_s:
-                    logger.warning("no control for %g s: this process ends", self._config.launch.control_timeout_s)
-                    return
-                await self._pause(0.25)
+                await self._pause(min(1.0, self._config.store.poll_s))
                 continue
             try:
                 worker = Worker(

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any, Protocol
 
 from hpcrl.config import Config
@@ -34,6 +35,7 @@ from hpcrl.workers.sandboxes import Line, NoSandbox, RemoteSandbox
 logger = logging.getLogger(__name__)
 
 EVENT_S = 0.02  # least time between two event messages of a worker
+RELEASE_S = 5.0  # for a sandbox node to take a sandbox back
 
 
 class Supervisor(Protocol):
@@ -102,6 +104,7 @@ class Host:
         self._lines: dict[str, Line] = {}
         self._loops: dict[str, tuple[Ticket, Loop, asyncio.Task[Ended]]] = {}
         self._store = Store(paths, open_segments=True)
+        self._reading = threading.Lock()  # of the store, which isn't thread-safe
         self._beginning = asyncio.Lock()
         self._receipts: list[Receipt] = []
         self._incarnation = 0
@@ -138,12 +141,9 @@ class Host:
     async def _begin(self, ticket: Ticket) -> asyncio.Future[Ended]:
         history: History | None = None
         environment: Environment | None = None
-        if ticket.adopt:
-            found = await self._adopted(ticket.trajectory, ticket.adopt)
-            if isinstance(found, Ended):
-                return _already(replace(found, attempt=ticket.attempt))
-            history = found
         if ticket.verdict is None:
+            if ticket.adopt:
+                history = await asyncio.to_thread(self._adopted, ticket.trajectory, ticket.adopt)
             try:
                 environment = self._family.make(ticket.task, ticket.seed)
             except Exception as error:  # the environment's own code
@@ -167,8 +167,9 @@ class Host:
         try:
             return await loop.run()
         finally:
-            with contextlib.suppress(AttemptFault, asyncio.CancelledError):
-                await asyncio.shield(sandbox.release())
+            with contextlib.suppress(AttemptFault, OSError, TimeoutError, asyncio.CancelledError):
+                async with asyncio.timeout(RELEASE_S):  # a node that hangs must not hold up this one
+                    await asyncio.shield(sandbox.release())
 
     def _expert(self, ticket: Ticket) -> Callable[[str], str]:
         return lambda transcript: self._family.expert(ticket.task, transcript, ticket.seed)
@@ -181,14 +182,11 @@ class Host:
             line = self._lines[ticket.sandbox] = Line(ticket.sandbox, self._security)
         return RemoteSandbox(line, ticket.trajectory, ticket.attempt)
 
-    async def _adopted(self, trajectory: str, head: str) -> History | Ended:
+    def _adopted(self, trajectory: str, head: str) -> History:
         """In a thread: it may read much, and the other loops go on."""
-
-        def read() -> History | Ended:
+        with self._reading:
             self._store.refresh()
             return history_of(self._store, trajectory, head)
-
-        return await asyncio.to_thread(read)
 
     async def _end_loop(self, trajectory: str, *, cancelled: bool = False) -> None:
         held = self._loops.pop(trajectory, None)
@@ -228,8 +226,7 @@ class Host:
 
     async def park(self) -> None:
         """End every loop at what is stored; the trajectories stay open, to be continued."""
-        for trajectory in list(self._loops):
-            await self._end_loop(trajectory)
+        await asyncio.gather(*(self._end_loop(trajectory) for trajectory in list(self._loops)))
         await self._log.flush()
 
     def stats(self) -> dict[str, Any]:

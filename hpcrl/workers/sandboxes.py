@@ -16,17 +16,18 @@ from distributed.security import Security
 from hpcrl.config import Config
 from hpcrl.layout import RunPaths
 from hpcrl.rollout.loop import AttemptFault
-from hpcrl.sandbox.pool import Pool
+from hpcrl.sandbox.pool import Lease, Pool
 from hpcrl.types import (
     Cause,
     CommandResult,
     Fault,
+    HpcrlError,
 )
 from hpcrl.workers.guest import Guest, open_listener, security
 
 logger = logging.getLogger(__name__)
 
-LINE_S = 0.002  # what gathers in that time goes between host and sandbox node as one message
+LINE = "2ms"  # what gathers in that time goes between host and sandbox node as one message
 
 
 class SandboxNode:
@@ -35,9 +36,12 @@ class SandboxNode:
     def __init__(self, paths: RunPaths, config: Config, pool: Pool, capacity: int) -> None:
         self._paths, self._config, self._pool, self._capacity = paths, config, pool, capacity
         self._listener: Any = None
+        self._taking: dict[tuple[str, int], asyncio.Task[Lease]] = {}
         self.guest: Guest | None = None
 
     async def start(self) -> None:
+        """Raises what keeps the first sandboxes from starting."""
+        await self._pool.warm()
         self._listener = await open_listener(self._config, security(self._paths), self._serve)
 
     async def call(self, method: str, arguments: Mapping[str, Any]) -> Any:
@@ -59,7 +63,7 @@ class SandboxNode:
 
     async def _serve(self, comm: Any) -> None:
         """One host's line: calls come in, each is served beside the others, answers go back in any order."""
-        answers = BatchedSend(interval=LINE_S)
+        answers = BatchedSend(interval=LINE)
         answers.start(comm)
         calls: set[asyncio.Task[None]] = set()
         leases: set[tuple[str, int]] = set()
@@ -74,6 +78,7 @@ class SandboxNode:
         finally:
             for task in calls:
                 task.cancel()
+            await asyncio.gather(*calls, return_exceptions=True)
             answers.abort()
             for trajectory, attempt in leases:  # the host will not give them back
                 await self._pool.release(trajectory, attempt)
@@ -83,7 +88,11 @@ class SandboxNode:
             value = await self._perform(leases, **message["call"])
             answer = {"id": message["id"], "value": value}
         except Exception as error:
-            answer = {"id": message["id"], "error": f"{type(error).__name__}: {error}"}
+            kind = "invalid" if isinstance(error, ValueError) and not isinstance(error, HpcrlError) else "lost"
+            number = error.errno if isinstance(error, OSError) else None
+            text = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
+            text = text.encode(errors="backslashreplace").decode()
+            answer = {"id": message["id"], "error": text, "errno": number, "kind": kind}
         with contextlib.suppress(OSError):
             answers.send(answer)
 
@@ -96,20 +105,32 @@ class SandboxNode:
         first: bool = False,
         **arguments: Any,
     ) -> Any:
+        who = (trajectory, attempt)
+        taking = self._taking.get(who)
         if op == "release":
-            leases.discard((trajectory, attempt))
+            leases.discard(who)
+            if taking is not None:  # it was given up while it waited for a sandbox
+                taking.cancel()
+                await asyncio.wait({taking})
             return await self._pool.release(trajectory, attempt)
-        if first:
-            await self._pool.acquire(trajectory, attempt)
-            leases.add((trajectory, attempt))
+        if first and taking is None:
+            leases.add(who)
+            taking = self._taking[who] = asyncio.create_task(self._pool.acquire(trajectory, attempt))
+            taking.add_done_callback(lambda _: self._taking.pop(who, None))
+            await asyncio.wait({taking})
+            if not taking.cancelled():
+                taking.result()
+        elif taking is not None:
+            await asyncio.wait({taking})
         lease = self._pool.lease(trajectory, attempt)  # a lost one is never silently a fresh one
         match op:
             case "run":
-                return asdict(await lease.run(**arguments))
+                command = list(map(_text, arguments.pop("command")))
+                return asdict(await lease.run(command, **arguments))
             case "write":
-                return await lease.write(**arguments)
+                return await lease.write({_text(path): data for path, data in arguments["files"]})
             case "read":
-                return await lease.read(**arguments)
+                return await lease.read(_text(arguments["path"]), cap_bytes=arguments["cap_bytes"])
         raise ValueError(f"a sandbox has no operation {op!r}")
 
 
@@ -125,7 +146,7 @@ class Line:
         self._number = 0
 
     async def call(self, **call: Any) -> Any:
-        """Raises AttemptFault: PLATFORM when the node can't be reached, ENVIRONMENT when the sandbox refuses."""
+        """Raises what the sandbox raised (OSError with errno, ValueError); AttemptFault when it or its node is lost."""
         try:
             async with self._opening:
                 if self._calls is None or self._calls.closed():
@@ -138,17 +159,21 @@ class Line:
         except OSError as error:
             text = f"sandbox node {self._address}: {error}"
             raise AttemptFault(Fault(cause=Cause.PLATFORM, where="sandbox", message=text)) from error
-        if "error" in message:
-            raise AttemptFault(Fault(cause=Cause.ENVIRONMENT, where="sandbox", message=message["error"]))
-        return message["value"]
+        if "error" not in message:
+            return message["value"]
+        if message["errno"]:
+            raise OSError(message["errno"], message["error"])
+        if message["kind"] == "invalid":
+            raise ValueError(message["error"])
+        raise AttemptFault(Fault(cause=Cause.PLATFORM, where="sandbox", message=message["error"]))
 
     async def _open(self) -> None:
         comm = await connect(self._address, timeout=5, **self._secure.get_connection_args("worker"))
-        self._calls = BatchedSend(interval=LINE_S)
+        self._calls = BatchedSend(interval=LINE)
         self._calls.start(comm)
-        self._reader = asyncio.create_task(self._read(comm))
+        self._reader = asyncio.create_task(self._read(comm, self._calls))
 
-    async def _read(self, comm: Any) -> None:
+    async def _read(self, comm: Any, calls: Any) -> None:
         error = ConnectionError("closed")
         try:
             while True:
@@ -159,11 +184,12 @@ class Line:
         except OSError as failure:
             error = ConnectionError(str(failure))
         finally:
-            self._calls.abort()
-            waiting, self._waiting = self._waiting, {}
-            for answer in waiting.values():
-                if not answer.done():
-                    answer.set_exception(error)
+            calls.abort()
+            if self._calls is calls:  # else there is a new connection already, and those who wait, wait for it
+                waiting, self._waiting = self._waiting, {}
+                for answer in waiting.values():
+                    if not answer.done():
+                        answer.set_exception(error)
 
     def close(self) -> None:
         if self._reader is not None:
@@ -182,16 +208,15 @@ class RemoteSandbox:
     async def run(
         self, command: Sequence[str], *, stdin: bytes = b"", timeout_s: float = 30.0, cap_bytes: int = 65536
     ) -> CommandResult:
-        row = await self._call(
-            op="run", command=list(command), stdin=stdin, timeout_s=timeout_s, cap_bytes=cap_bytes
-        )  # fmt: skip
+        words = list(map(_bytes, command))
+        row = await self._call(op="run", command=words, stdin=stdin, timeout_s=timeout_s, cap_bytes=cap_bytes)
         return CommandResult(**row)
 
     async def write(self, files: Mapping[str, bytes]) -> None:
-        await self._call(op="write", files=dict(files))
+        await self._call(op="write", files=[(_bytes(path), data) for path, data in files.items()])
 
     async def read(self, path: str, *, cap_bytes: int = 1 << 20) -> bytes:
-        data: bytes = await self._call(op="read", path=path, cap_bytes=cap_bytes)
+        data: bytes = await self._call(op="read", path=_bytes(path), cap_bytes=cap_bytes)
         return data
 
     async def release(self) -> None:
@@ -201,6 +226,15 @@ class RemoteSandbox:
     async def _call(self, **call: Any) -> Any:
         first, self._held = not self._held, True
         return await self._line.call(**call, **self._who, first=first)
+
+
+def _bytes(text: str) -> bytes:
+    """What an agent wrote may be no valid text (a lone surrogate), which Dask's messages don't take."""
+    return text.encode(errors="surrogatepass")
+
+
+def _text(data: bytes) -> str:
+    return data.decode(errors="surrogatepass")
 
 
 class NoSandbox:

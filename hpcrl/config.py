@@ -141,7 +141,8 @@ class Learner(Table):
 class Store(Table):
     segment_mib: Positive = 64
     segment_age_s: PositiveNumber = 60.0
-    commit_interval_s: Number = 0.02  # the least time between two syncs
+    commit_interval_s: Number = 0.5  # the least time between two syncs of a node's log; 0.02 does on a local disk
+    full_patience_s: Number = 60.0  # how long a full disk holds the run up before it ends the run in order
     compact_every_s: PositiveNumber = 300.0
     poll_s: PositiveNumber = 5.0  # between two looks at files that another node writes
 

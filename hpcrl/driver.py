@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import shutil
 import subprocess
@@ -164,7 +165,7 @@ class Driver:
         family: EnvironmentFamily,
     ) -> None:
         self._paths, self._config, self._scheduler, self._client = paths, config, scheduler, client
-        self._ledger = ledger
+        self._ledger, self._incarnation = ledger, ledger.incarnation
         self._store = Store(paths, open_segments=True)
         self._store.refresh()
         self._reading = asyncio.Lock()  # of the store, which isn't thread-safe
@@ -194,6 +195,7 @@ class Driver:
         self._abandoning: set[asyncio.Task[None]] = set()
         self._scored: list[Entry] = []  # for the ledger, written together: one sync, not one a group
         self._writing = threading.Lock()
+        self._space_at = time.monotonic()  # when the disk last took something
         self._submitted: set[str] = set()  # trajectories that users asked for
 
     async def run(self) -> str:
@@ -277,7 +279,7 @@ class Driver:
             if ended is not None:  # it had, and the word of it was lost
                 self._handle(f.AttemptEnded(ended=replace(ended, attempt=ticket.attempt)))
                 return
-        key = f"{ticket.trajectory}.{ticket.attempt}.{self._ledger.incarnation}"
+        key = f"{ticket.trajectory}.{ticket.attempt}.{self._incarnation}"
         try:
             future = self._client.submit(
                 run_ticket, ticket, key=key, workers=[host], allow_other_workers=False, pure=False, retries=0
@@ -350,7 +352,7 @@ class Driver:
     async def _joined(self, worker: str) -> None:
         role = None
         while role is None:
-            role = await self._call(worker, "describe", incarnation=self._ledger.incarnation)
+            role = await self._call(worker, "describe", incarnation=self._incarnation)
             if worker not in self._scheduler.workers:
                 return
             if role is None:
@@ -384,6 +386,9 @@ class Driver:
         if row is None:
             return
         known = self.flow.nodes.get(node)
+        if row["full"] != (node in self.flow.full):
+            logger.warning("log of %s: %s", node, "the disk is full, waiting for space" if row["full"] else "goes on")
+            self._handle(f.LogFull(node=node, full=row["full"]))
         self._nodes[node] = row
         if known is None or known.ready != row["ready"] or (known.loading < 0 and known.version != row["version"]):
             self._handle(f.EngineChanged(node=node, ready=row["ready"], version=row["version"]))
@@ -462,16 +467,32 @@ class Driver:
 
     async def _tick(self) -> None:
         while True:
-            await asyncio.sleep(TICK_S)
-            await asyncio.to_thread(self._write_ledger)
+            await asyncio.sleep(1.0 if self._ledger.closed else TICK_S)
+            with self._waiting_for_space():
+                await asyncio.to_thread(self._write_ledger)
             self._handle(f.Tick())
+
+    @contextlib.contextmanager
+    def _waiting_for_space(self) -> Iterator[None]:
+        """What a full disk refuses is tried again, until `store.full_patience_s` is over."""
+        try:
+            yield
+            self._space_at = time.monotonic()
+        except OSError as error:
+            patient = time.monotonic() - self._space_at < self._config.store.full_patience_s
+            if not is_full(error) or not patient:
+                raise
+            logger.warning("waiting for space: %s", error)
 
     def _write_ledger(self) -> None:
         """What a crash loses of it is found in the store again: all members of the group have ended there."""
         with self._writing:
-            rows, self._scored = self._scored, []
+            if self._ledger.closed:  # an append failed: what it left half-written is not written after
+                self._ledger = LedgerWriter(self._paths)
+            rows = list(self._scored)
             if rows:
                 self._ledger.append(rows)
+                del self._scored[: len(rows)]
 
     async def _compact(self) -> None:
         while True:
@@ -496,9 +517,10 @@ class Driver:
 
     async def _report(self) -> None:
         while True:
-            publish_json(self._paths.heartbeat, self.status())
-            if shutil.disk_usage(self._paths.root).free < LEAST_FREE_BYTES:
-                self._handle(f.StopAsked(reason=self._full()))
+            with self._waiting_for_space():
+                publish_json(self._paths.heartbeat, self.status())
+                if shutil.disk_usage(self._paths.root).free < LEAST_FREE_BYTES:
+                    raise OSError(errno.ENOSPC, "less than a MiB is free in the run folder's filesystem")
             await asyncio.sleep(self._config.launch.status_s)
 
     def status(self) -> dict[str, Any]:
@@ -550,7 +572,7 @@ class Driver:
             "refused": self._failed_loads,
             "metrics": dict(self._last.metrics) if self._last else {},
             "dashboard": getattr(self._scheduler.services.get("dashboard"), "port", None),
-            "incarnation": self._ledger.incarnation,
+            "incarnation": self._incarnation,
             "wall": time.time(),
         }  # fmt: skip
 

@@ -18,11 +18,43 @@ from typing import Any
 from hpcrl.types import StoreError
 
 
+class _Under:
+    """A path in a run folder, as an attribute of RunPaths."""
+
+    def __init__(self, *parts: str) -> None:
+        self._parts = parts
+
+    def __get__(self, paths: RunPaths, _: type[RunPaths]) -> Path:
+        return paths.root.joinpath(*self._parts)
+
+
 @dataclass(frozen=True, slots=True)
 class RunPaths:
     """A run folder. Each name below is spelled here and nowhere else."""
 
     root: Path
+
+    config = _Under("config.json")
+    model = _Under("model")
+    jobs = _Under("jobs.jsonl")
+    logs = _Under("logs")
+    submitit = _Under("logs", "submitit")
+    control = _Under("control")
+    scheduler = _Under("control", "scheduler.json")  # address of the Dask scheduler, with control's incarnation
+    heartbeat = _Under("control", "status.json")  # what control last knew of the run, rewritten every few seconds
+    tls = _Under("control", "tls")
+    inbox = _Under("control", "inbox")
+    stopped = _Under("control", "stopped.json")  # written by control when the run came to rest: its outcome
+    reserve = _Under("control", "reserve")  # space kept aside; given back when the disk is full, to write the end down
+    log = _Under("log")
+    shards = _Under("shards")
+    ledger = _Under("ledger")
+    progress = _Under("progress")
+    weights = _Under("weights")
+    current = _Under("weights", "CURRENT")
+    checkpoints = _Under("checkpoints")
+    evals = _Under("evals")
+    plot = _Under("reward.png")
 
     @classmethod
     def of(cls, run: str | Path) -> RunPaths:
@@ -33,111 +65,12 @@ class RunPaths:
             raise StoreError(f"{run}: not a run folder (it has no config.json)")
         return paths
 
-    @property
-    def config(self) -> Path:
-        return self.root / "config.json"
-
-    @property
-    def model(self) -> Path:
-        return self.root / "model"
-
-    @property
-    def jobs(self) -> Path:
-        return self.root / "jobs.jsonl"
-
-    @property
-    def submitit(self) -> Path:
-        return self.root / "logs" / "submitit"
-
-    @property
-    def logs(self) -> Path:
-        return self.root / "logs"
-
-    @property
-    def control(self) -> Path:
-        return self.root / "control"
-
-    @property
-    def scheduler(self) -> Path:
-        """Address of the Dask scheduler, with control's incarnation."""
-        return self.control / "scheduler.json"
-
-    @property
-    def heartbeat(self) -> Path:
-        """What control last knew of the run, rewritten every few seconds."""
-        return self.control / "status.json"
-
-    @property
-    def tls(self) -> Path:
-        return self.control / "tls"
-
-    @property
-    def inbox(self) -> Path:
-        return self.control / "inbox"
-
-    @property
-    def stopped(self) -> Path:
-        """Written by control when the run came to rest: its outcome."""
-        return self.control / "stopped.json"
-
-    @property
-    def reserve(self) -> Path:
-        """Space kept aside; given back when the disk is full, so that the end can still be written down."""
-        return self.control / "reserve"
-
-    @property
-    def log(self) -> Path:
-        return self.root / "log"
-
-    @property
-    def shards(self) -> Path:
-        return self.root / "shards"
-
-    @property
-    def ledger(self) -> Path:
-        return self.root / "ledger"
-
-    @property
-    def progress(self) -> Path:
-        return self.root / "progress"
-
-    @property
-    def weights(self) -> Path:
-        return self.root / "weights"
-
     def version(self, version: int) -> Path:
         return self.weights / f"v{version:06d}"
 
-    @property
-    def current(self) -> Path:
-        return self.weights / "CURRENT"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.root / "checkpoints"
-
-    @property
-    def evals(self) -> Path:
-        return self.root / "evals"
-
-    @property
-    def plot(self) -> Path:
-        return self.root / "reward.png"
-
     def make(self) -> None:
-        for folder in (
-            self.logs,
-            self.submitit,
-            self.control,
-            self.inbox,
-            self.log,
-            self.shards,
-            self.ledger,
-            self.progress,
-            self.weights,
-            self.checkpoints,
-            self.evals,
-        ):
+        folders = (self.logs, self.submitit, self.control, self.inbox, self.log, self.shards, self.ledger)
+        for folder in (*folders, self.progress, self.weights, self.checkpoints, self.evals):
             folder.mkdir(parents=True, exist_ok=True)
         self.control.chmod(0o700)
 

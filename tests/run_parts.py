@@ -66,6 +66,7 @@ checkpoint_every = 2
 collective_timeout_s = 60
 [store]
 segment_age_s = 0.5
+commit_interval_s = 0.02
 poll_s = 0.1
 compact_every_s = 5
 [launch]

@@ -7,6 +7,7 @@ import os
 import shutil
 import socket
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -78,6 +79,11 @@ def test_not_a_run_folder(tmp_path: Path) -> None:
         refused(command, tmp_path, expect="not a run folder")
 
 
+def fill(disk: Path) -> None:
+    with (disk / "ballast").open("wb") as ballast:
+        os.posix_fallocate(ballast.fileno(), 0, shutil.disk_usage(disk).free - (1 << 18))
+
+
 @pytest.mark.vllm
 @pytest.mark.timeout(1200)
 def test_disk_that_fills_up(tiny_model: Path, tmp_path: Path) -> None:
@@ -91,11 +97,14 @@ def test_disk_that_fills_up(tiny_model: Path, tmp_path: Path) -> None:
     run = disk / "run"
     config = write_config(tmp_path, tiny_model, updates=4000)
     try:
-        with running("train", config, "--run", run, run=run) as live:
+        with running("train", config, "--run", run, "--set", "store.full_patience_s=20", run=run) as live:
             live.until("a trajectory under way", lambda row: row["accounting"]["admitted"] > 0)
-            with (disk / "ballast").open("wb") as ballast:
-                left = shutil.disk_usage(disk).free - (2 << 20)
-                os.posix_fallocate(ballast.fileno(), 0, left)
+            fill(disk)
+            time.sleep(8)  # for a short time: the run waits
+            (disk / "ballast").unlink()
+            done = live.status()["updates"]["done"]
+            live.until("updates after a short time without space", lambda row: row["updates"]["done"] > done + 3)
+            fill(disk)  # for too long
             assert live.wait() == 2, live.tail()
             last = live.tail().strip().splitlines()[-1]
             assert "disk full" in last and "hpcrl resume" in last, live.tail()

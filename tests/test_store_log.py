@@ -204,6 +204,34 @@ async def test_full_disk_refuses_and_recovers(tmp_path: Path) -> None:
         await asyncio.to_thread(subprocess.run, ["umount", mount], check=True)
 
 
+async def test_a_short_time_without_space_only_delays(tmp_path: Path) -> None:
+    mount = tmp_path / "small"
+    mount.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "none", mount]
+    done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"can't mount a small tmpfs here: {done.stderr.strip()}")
+    try:
+        paths = run_folder(mount)
+        log = open_log(paths, full_patience_s=60.0)
+        records = [act(adopt("t"), i, list(range(500))) for i in range(20)]
+        await log.append([record.frame() for record in records[:10]])
+        ballast = mount / "ballast"
+        with ballast.open("wb") as file:
+            os.posix_fallocate(file.fileno(), 0, shutil.disk_usage(mount).free)
+        waiting = [log.submit([record.frame()]) for record in records[10:]]
+        await asyncio.sleep(1.5)
+        assert log.full and not any(one.done() for one in waiting)
+        assert stored(paths.log) == [record.hash for record in records[:10]]
+        ballast.unlink()
+        await asyncio.wait_for(asyncio.gather(*waiting), 10)
+        assert not log.full
+        await log.close()
+        assert stored(paths.log) == [record.hash for record in records]
+    finally:
+        await asyncio.to_thread(subprocess.run, ["umount", mount], check=True)
+
+
 async def test_five_hundred_appenders_over_a_real_socket(tmp_path: Path) -> None:
     paths = run_folder(tmp_path)
     log = open_log(paths, commit_interval_s=0.02)

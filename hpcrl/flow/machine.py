@@ -3,7 +3,7 @@
 A state machine without I/O, clock or Dask: events in, instructions out. The driver turns the world into events and
 carries out the instructions; a restarted control builds the same state again from the run folder (`Restored`).
 
-    events   HostJoined HostLeft SandboxJoined SandboxLeft EngineChanged LoadDone
+    events   HostJoined HostLeft SandboxJoined SandboxLeft EngineChanged LogFull LoadDone
              AttemptEnded AttemptLost Published Updated Submitted StopAsked Tick
     -> Flow.handle(event, now) ->
     instructions   Start Abandon WriteLedger Load Promote RecordEvaluation Finish
@@ -34,6 +34,7 @@ from hpcrl.flow.words import (
     Instruction,
     Load,
     LoadDone,
+    LogFull,
     Promote,
     Published,
     RecordEvaluation,
@@ -125,6 +126,7 @@ class Flow:
         self.eval_failed = 0
         self.counts: Counts = restored.counts
         self.recent: deque[float] = deque(maxlen=256)  # rewards of the latest scored training trajectories
+        self.full: frozenset[str] = frozenset()  # nodes whose log waits for space: nothing new is admitted
         self.finished = False
         self.backlog: list[Instruction] = []  # what restoring found to be done
         self._restored = restored
@@ -159,6 +161,9 @@ class Flow:
                 known.ready, known.version = ready, version
                 if ready:
                     self.promoted = max(self.promoted, version)  # it was checked when it was loaded
+                out = []
+            case LogFull(node=node, full=full):
+                self.full = self.full | {node} if full else self.full - {node}
                 out = []
             case LoadDone():
                 out = self._load_done(event)
@@ -264,7 +269,7 @@ class Flow:
             else:
                 out.append(start)
         phase = self.phase
-        while phase is not None and not self._eval_waits():
+        while phase is not None and not self._eval_waits() and not self.full:
             if self._room_in_phase(phase) <= 0 or not self._host_for(phase.from_expert, self._base_version(phase), -1):
                 break
             if self._needs_sandbox and not self._sandbox():

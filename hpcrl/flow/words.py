@@ -54,6 +54,14 @@ class EngineChanged:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LogFull:
+    """A node's log waits for space, or does no longer."""
+
+    node: str
+    full: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LoadDone:
     node: str
     version: int
@@ -110,7 +118,7 @@ class Tick:
 
 
 Event = (
-    HostJoined | HostLeft | SandboxJoined | SandboxLeft | EngineChanged | LoadDone
+    HostJoined | HostLeft | SandboxJoined | SandboxLeft | EngineChanged | LogFull | LoadDone
     | AttemptEnded | AttemptLost | Published | Updated | Submitted | StopAsked | Tick
 )  # fmt: skip
 

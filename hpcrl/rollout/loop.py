@@ -35,6 +35,7 @@ from hpcrl.types import (
     Fault,
     Generation,
     Int32Array,
+    Message,
     Receipt,
     Sandbox,
     State,
@@ -110,7 +111,7 @@ class Loop:
         self._num_tokens = self._num_sampled = self._num_steps = 0
         self._num_calls = self._num_valid_calls = 0
         self._versions: list[int] = []
-        self._offered: tuple[tuple[ToolSpec, ...], list[dict[str, Any]]] = ((), [])
+        self._offered: tuple[ToolSpec, ...] | None = None
         self._began = time.monotonic()
         self._waited_s = 0.0  # of it, for tools
 
@@ -309,7 +310,7 @@ class Loop:
                 for message in outcome.messages
                 for part in message.parts
             ],
-            "results": [dataclasses.asdict(result) for result in outcome.results],
+            "results": [_result(result, outcome.messages) for result in outcome.results],
             "state": self._state(),
             "fault": dataclasses.asdict(outcome.fault) if outcome.fault else None,
             "done": outcome.done,
@@ -433,12 +434,13 @@ class Loop:
             self._context = [np.concatenate(self._context)]
         return self._context[0]
 
-    def _tools(self) -> list[dict[str, Any]]:
-        """The tools offered now, as JSON; mostly the same as at the step before."""
+    def _tools(self) -> list[dict[str, Any]] | None:
+        """The tools offered now, as JSON; None where they are those of the attempt's act before."""
         tools = self._environment.tools()
-        if tools != self._offered[0]:
-            self._offered = (tools, [dataclasses.asdict(tool) for tool in tools])
-        return self._offered[1]
+        if tools == self._offered:
+            return None
+        self._offered = tools
+        return [dataclasses.asdict(tool) for tool in tools]
 
     def _count(self, calls: Sequence[ToolCall]) -> None:
         self._num_calls += len(calls)
@@ -455,6 +457,14 @@ class Loop:
             return base64.b64encode(self._environment.state()).decode()
         except Exception as error:
             raise self._broken("state", error) from error
+
+
+def _result(result: ToolResult, messages: Sequence[Message]) -> dict[str, Any]:
+    """As it is stored: its text only where the model doesn't see it whole, for what it sees is stored anyhow."""
+    row = dataclasses.asdict(result)
+    if any(result.text in part.text for message in messages for part in message.parts):
+        del row["text"]
+    return row
 
 
 def unbegun(ticket: Ticket, fault: Fault) -> Ended:

@@ -141,7 +141,7 @@ class Supervisor:
         self._folder = node_folder(paths, node)
         self._start_host = start_host
         self.stop = asyncio.Event()
-        self.failure = ""
+        self._log: Log | None = None
         self._hosts: dict[int, asyncio.subprocess.Process] = {}
         self._slots: list[EngineSlot] = []
         for index in range(pool.engines):
@@ -159,8 +159,9 @@ class Supervisor:
         store = self._config.store
         log = Log(
             self._paths.log, self.node, segment_bytes=store.segment_mib << 20, segment_age_s=store.segment_age_s,
-            commit_interval_s=store.commit_interval_s,
+            commit_interval_s=store.commit_interval_s, full_patience_s=store.full_patience_s,
         )  # fmt: skip
+        self._log = log
         server = LogServer(log, self._folder / "log.sock")
         door = self._folder / "supervisor.sock"
         for stale in (self._folder / "log.sock", door):
@@ -262,6 +263,7 @@ class Supervisor:
                     "version": min(slot.version for slot in self._slots),
                     "mismatch": max((slot.mismatch or 0.0 for slot in self._slots), default=0.0),
                     "restarts": sum(slot.restarts for slot in self._slots),
+                    "full": self._log is not None and self._log.full,
                     "pid": os.getpid(),
                     "engines": [slot.process.pid for slot in self._slots],
                     "hosts": [process.pid for process in self._hosts.values()],

@@ -98,6 +98,10 @@ class _Writer:
             self.close()
             raise
 
+    @property
+    def closed(self) -> bool:
+        return self._file is None
+
     def close(self) -> None:
         if self._file is not None:
             with contextlib.suppress(OSError):

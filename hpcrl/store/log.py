@@ -22,7 +22,7 @@ from errno import EIO
 from pathlib import Path
 from typing import Any, TypeVar
 
-from hpcrl.layout import sync_folder
+from hpcrl.layout import is_full, sync_folder
 from hpcrl.store.records import Torn
 from hpcrl.store.segment import OPEN, close_name, create, name_parts, read_header, recover, segments
 from hpcrl.types import StoreError
@@ -32,6 +32,8 @@ logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 Place = tuple[int, int]  # (segment number, byte offset in it)
 _IOV_MAX = 1000
+MAX_INTERVAL_S = 2.0
+FULL_RETRY_S = 1.0
 
 
 class _Segment:
@@ -81,8 +83,10 @@ def _write(fd: int, frames: Sequence[bytes]) -> None:
 class Log:
     """The owner's side. One instance per node and run folder: StoreError when another live process owns the node's log.
 
-    `commit_interval_s` is the least time between the starts of two syncs; an append that comes later than that after
-    the last sync waits for nothing but its own.
+    `commit_interval_s` is the least time between the starts of two syncs; where syncs are slow it grows, so that they
+    take a fifth of the time at the most, up to MAX_INTERVAL_S. An append that comes later than that after the last sync
+    waits for nothing but its own. On a disk or quota that is used up appends wait for space, for `full_patience_s`,
+    before they fail; `full` says so meanwhile.
     """
 
     def __init__(
@@ -93,6 +97,7 @@ class Log:
         segment_bytes: int,
         segment_age_s: float,
         commit_interval_s: float,
+        full_patience_s: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.folder, self.node = folder, node
@@ -104,6 +109,9 @@ class Log:
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._synced_at = -float("inf")
+        self.sync_s = 0.0  # what a sync takes, of late
+        self.full = False
+        self._patience_s = full_patience_s
         self._closed = False
         folder.mkdir(parents=True, exist_ok=True)
         self._recover()
@@ -161,7 +169,8 @@ class Log:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._wake.wait(), self._left_s())
             if self._waiting:
-                pause = self._synced_at + self._interval_s - self._clock()
+                interval_s = max(self._interval_s, min(5 * self.sync_s, MAX_INTERVAL_S))
+                pause = self._synced_at + interval_s - self._clock()
                 if pause > 0 and not self._closed:
                     await asyncio.sleep(pause)
                 await self._commit()
@@ -173,16 +182,25 @@ class Log:
 
     async def _commit(self) -> None:
         batch, self._waiting = self._waiting, []
-        self._synced_at = self._clock()
-        try:
-            places = await self._in_thread(self._write, [frame for frames, _ in batch for frame in frames])
-        except Exception as error:
-            for _, future in batch:
-                if not future.done():
-                    future.set_exception(OSError(getattr(error, "errno", 0) or EIO, str(error)))
-            if not isinstance(error, OSError):
-                raise
-            return
+        began = self._clock()
+        while True:
+            self._synced_at = self._clock()
+            try:
+                places = await self._in_thread(self._write, [frame for frames, _ in batch for frame in frames])
+                break
+            except Exception as error:
+                self.full = is_full(error) and not self._closed and self._clock() - began < self._patience_s
+                if self.full:  # nothing is acknowledged meanwhile, and nothing fails yet
+                    await asyncio.sleep(FULL_RETRY_S)
+                    continue
+                for _, future in batch:
+                    if not future.done():
+                        future.set_exception(OSError(getattr(error, "errno", 0) or EIO, str(error)))
+                if not isinstance(error, OSError):
+                    raise
+                return
+        self.full = False
+        self.sync_s += 0.2 * (self._clock() - self._synced_at - self.sync_s)
         start = 0
         for frames, future in batch:
             if not future.done():

@@ -1,0 +1,509 @@
+"""`hpcrl bench store DIR`: how near the store comes to what this filesystem can do. Ratios within one run, medians.
+
+Each figure compares the store's way with the plainest one that does the same work, one after the other and many times
+over, on data of one generator: Zipf-distributed token ids, source code as text, steps of about 17 kB.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import json
+import os
+import random
+import shutil
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hpcrl.layout import RunPaths
+from hpcrl.store.compact import compact, shards
+from hpcrl.store.index import Store
+from hpcrl.store.link import LogClient, LogServer
+from hpcrl.store.log import Log
+from hpcrl.store.pack import Packer
+from hpcrl.store.records import COLUMNS, Kind, Record, prompt, raw_frame, split
+from hpcrl.store.segment import CLOSED, segments
+from hpcrl.store.shard import Shard, write_shard
+
+REPEATS = 5
+BATCH = 64  # steps to a sync
+VOCABULARY = 151_936
+GROUP = 16
+METADATA_CALLS = frozenset(f"os.{name}" for name in ("rename", "remove", "listdir", "scandir", "mkdir")) | {"open"}
+
+
+class Sample:
+    """Trajectories as agents make them, the same for the same seed."""
+
+    def __init__(self, seed: int = 0) -> None:
+        rng = np.random.default_rng(seed)
+        self._ids = (rng.zipf(1.2, 1 << 20) % VOCABULARY).astype("<i4")
+        self._logprobs = -rng.exponential(0.7, 1 << 20).astype("<f4")
+        modules = (asyncio.tasks, inspect, json, random, shutil)
+        self._text = "".join(inspect.getsource(module) for module in modules)
+        self._chance = random.Random(seed)
+
+    def ids(self, count: int) -> Any:
+        start = self._chance.randrange(len(self._ids) - count)
+        return self._ids[start : start + count]
+
+    def text(self, size: int) -> str:
+        start = self._chance.randrange(len(self._text) - size)
+        return self._text[start : start + size]
+
+    def trajectory(
+        self, name: str, *, steps: int, act: int = 400, observe: int = 1600, opening: Record | None = None
+    ) -> Iterator[Record]:
+        """ADOPT, then `steps` pairs of ACT and OBSERVE of so many tokens, then END."""
+        opening = opening or prompt(self.ids(2000))
+        group = name.rpartition(".")[0] or name
+        version = self._chance.randrange(100)
+        kind_of_task = self._chance.choice(("fix", "find", "plan"))
+        task = {"environment": "bench", "payload": {"name": group}, "kind": kind_of_task}
+        turns = [(kind, step) for step in range(steps) for kind in (Kind.ACT, Kind.OBSERVE)]
+        parent = ""
+        for kind, step in [(Kind.ADOPT, -1), *turns, (Kind.END, -1)]:
+            wall = 1.7e9 + self._chance.random() * 1e6
+            meta: dict[str, Any] = {"wall": wall, "mono": wall}
+            arrays: dict[str, Any] = {}
+            match kind:
+                case Kind.ADOPT:
+                    meta |= {"task": task, "kind": "train", "group": group, "phase": "rl"}
+                case Kind.ACT:
+                    more, arrays = self._act(act, version, step)
+                    meta |= {**more, "root": "" if step else opening.hash}
+                case Kind.OBSERVE:
+                    meta |= self._observe(observe)
+                    arrays = {"ids": self.ids(observe)}
+                case _:
+                    rewards = {"outcome": float(self._chance.random() < 0.4)}
+                    meta |= {"status": "COMPLETED", "rewards": rewards, "fault": None, "duration_s": 60.0}
+                    meta |= {"num_steps": steps, "num_sampled": act * steps}
+                    meta |= {"min_version": version, "max_version": version}
+            record = Record(kind=kind, trajectory=name, attempt=1, step=step, parent=parent, meta=meta, **arrays)
+            parent = record.hash
+            yield record
+
+    def _act(self, count: int, version: int, step: int) -> tuple[dict[str, Any], dict[str, Any]]:
+        start = self._chance.randrange(len(self._logprobs) - count)
+        code = {"code": self.text(min(count, 300))}
+        call = {"name": "python", "arguments": code, "key": f"k/{step}", "legal": True, "effects": "pure"}
+        spans = [{"version": version, "start": 0, "stop": count}]
+        return {"tools": [], "calls": [call], "finish_reason": "stop", "spans": spans}, {
+            "ids": self.ids(count),
+            "logprobs": self._logprobs[start : start + count],
+            "versions": np.full(count, version, "<i4"),
+            "sampled": np.ones(count, "?"),
+        }
+
+    def _observe(self, count: int) -> dict[str, Any]:
+        part = {"role": "tool", "type": "text", "text": self.text(3 * count)}
+        result = {"name": "python", "status": "ok", "duration_s": 0.4, "cut_reason": "", "unseen_bytes": 0}
+        return {"parts": [part], "results": [result], "state": "", "fault": None, "done": False, "truncated": ""}
+
+
+def run_bench(folder: Path, *, scale: float = 1.0, say: Callable[[str], None] = lambda text: None) -> dict[str, Any]:
+    """All figures. `scale` < 1 shrinks the amounts (the steps of the index benchmark are in the result)."""
+    found: dict[str, Any] = {"scale": scale}
+    with _workspace(folder) as root:
+        for name, part in (
+            ("append", bench_append), ("compact and read", bench_compact), ("deltas", bench_deltas),
+            ("persisting", bench_persist), ("a long trajectory", bench_long), ("index", bench_index),
+        ):  # fmt: skip
+            began = time.monotonic()
+            part_root = root / name.replace(" ", "-")
+            part_root.mkdir()
+            found |= part(part_root, scale)
+            shutil.rmtree(part_root)
+            say(f"{name}: {time.monotonic() - began:.1f} s")
+    return found
+
+
+@contextmanager
+def _workspace(folder: Path) -> Iterator[Path]:
+    root = folder / f".hpcrl-bench-{os.getpid()}"
+    root.mkdir(parents=True)
+    try:
+        yield root
+    finally:
+        shutil.rmtree(root, ignore_errors=True)
+
+
+def _paths(root: Path) -> RunPaths:
+    paths = RunPaths(root)
+    paths.make()
+    paths.config.write_text("{}\n")
+    return paths
+
+
+def _log(paths: RunPaths, **options: Any) -> Log:
+    values: dict[str, Any] = {"segment_bytes": 64 << 20, "segment_age_s": 3600.0, "commit_interval_s": 0.0}
+    return Log(paths.log, "bench", **{**values, **options})
+
+
+def _steps(count: int, seed: int = 0, steps: int = 20) -> Iterator[tuple[Record, ...]]:
+    """So many steps, each its records (the first of a trajectory brings ADOPT, the last END)."""
+    sample = Sample(seed)
+    opening = prompt(sample.ids(2000))
+    made = 0
+    while made < count:
+        if made // steps % GROUP == 0:
+            opening = prompt(sample.ids(2000))
+        name = f"t{made // steps // GROUP:06d}.{made // steps % GROUP}"
+        records = list(sample.trajectory(name, steps=steps, opening=opening))
+        for step in range(steps):
+            part = records[1 + 2 * step : 3 + 2 * step]
+            yield (*((opening, records[0]) if step == 0 else ()), *part, *(records[-1:] if step == steps - 1 else ()))
+            made += 1
+            if made == count:
+                return
+
+
+def _fresh(record: Record) -> Record:
+    """The same record with nothing computed yet."""
+    names = ("kind", "trajectory", "attempt", "step", "parent", "meta", *COLUMNS)
+    return Record(**{name: getattr(record, name) for name in names})
+
+
+# ---- append ---------------------------------------------------------------------------------------------------------
+
+
+def bench_append(root: Path, scale: float) -> dict[str, Any]:
+    """Records to durable: encoded, hashed, checked, one sync per 64 steps; against ready bytes written and synced."""
+    count = BATCH * max(4, int(16 * scale))
+    made = list(_steps(count))
+    batches = [[record for step in made[start : start + BATCH] for record in step] for start in range(0, count, BATCH)]
+    ready = [b"".join(record.frame() for record in batch) for batch in batches]
+    ratios, rates = [], []
+    for number in range(2 * REPEATS + 1):
+        fresh = [[_fresh(record) for record in batch] for batch in batches]
+        plain = _write_raw(root / f"raw-{number}", ready)
+        ours = asyncio.run(_append(_paths(root / f"run-{number}"), fresh))
+        if number:  # the first warms up
+            ratios.append(plain / ours)
+            rates.append(sum(map(len, ready)) / ours / 1e6)
+        shutil.rmtree(root / f"run-{number}")
+        (root / f"raw-{number}").unlink()
+    return {"append_vs_raw": statistics.median(ratios), "append_mb_s": statistics.median(rates)}
+
+
+def _write_raw(path: Path, batches: Sequence[bytes]) -> float:
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)
+    began = time.perf_counter()
+    for data in batches:
+        os.write(fd, data)
+        os.fdatasync(fd)
+    spent = time.perf_counter() - began
+    os.close(fd)
+    return spent
+
+
+async def _append(paths: RunPaths, batches: Sequence[Sequence[Record]]) -> float:
+    """While one batch is synced the next is encoded, as hosts do it."""
+    log = _log(paths)
+    began = time.perf_counter()
+    waiting: asyncio.Future[Any] | None = None
+    for batch in batches:
+        frames = [record.frame() for record in batch]
+        if waiting is not None:
+            await waiting
+        waiting = log.submit(frames)
+        await asyncio.sleep(0)
+    assert waiting is not None
+    await waiting
+    spent = time.perf_counter() - began
+    await log.close()
+    return spent
+
+
+async def _fill(paths: RunPaths, records: Iterator[Sequence[Record]], chunk: int = 512) -> None:
+    log = _log(paths)
+    frames: list[bytes] = []
+    for step in records:
+        frames += [record.frame() for record in step]
+        if len(frames) >= chunk:
+            await log.append(frames)
+            frames = []
+    await log.append(frames)
+    await log.close()
+
+
+# ---- compaction and reading -----------------------------------------------------------------------------------------
+
+
+def bench_compact(root: Path, scale: float) -> dict[str, Any]:
+    """Segments to a shard, against reading them and writing the same bytes; random steps, against bare pread."""
+    count = max(500, int(5000 * scale))
+    source = _paths(root / "source")
+    asyncio.run(_fill(source, _steps(count)))
+    ratios = []
+    for number in range(REPEATS + 1):
+        copy = root / f"copy-{number}"
+        shutil.copytree(source.root, copy)
+        os.sync()
+        files = segments(RunPaths(copy).log, CLOSED)
+        began = time.perf_counter()
+        with (copy / "raw").open("wb") as out:
+            for path in files:
+                out.write(path.read_bytes())
+            out.flush()
+            os.fsync(out.fileno())
+        plain = time.perf_counter() - began
+        (copy / "raw").unlink()
+        began = time.perf_counter()
+        report = compact(RunPaths(copy))
+        assert report.shards and not report.damaged
+        if number:
+            ratios.append(plain / (time.perf_counter() - began))
+        if number < REPEATS:
+            shutil.rmtree(copy)
+    found = {"compact_vs_raw": statistics.median(ratios)}
+    return found | _bench_read(RunPaths(root / f"copy-{REPEATS}"), count)
+
+
+def _bench_read(paths: RunPaths, count: int) -> dict[str, Any]:
+    chance = random.Random(0)
+    with Store(paths) as store:
+        names = list(store.names())
+    ratios = []
+    for number in range(2 * REPEATS + 1):
+        picked = [(chance.choice(names), chance.randrange(20)) for _ in range(256)]
+        with Store(paths) as store:
+            ranges = _ranges(store, picked)
+        _forget(paths)
+        with Store(paths) as store:
+            began = time.perf_counter()
+            store.steps(picked)
+            ours = time.perf_counter() - began
+        _forget(paths)
+        files = {path: os.open(path, os.O_RDONLY) for path, _, _ in ranges}
+        began = time.perf_counter()
+        for path, offset, size in ranges:
+            os.pread(files[path], size, offset)
+        plain = time.perf_counter() - began
+        for fd in files.values():
+            os.close(fd)
+        if number:
+            ratios.append(plain / ours)
+    return {"batch_read_vs_pread": statistics.median(ratios), "read_steps": count}
+
+
+def _ranges(store: Store, picked: Sequence[tuple[str, int]]) -> list[tuple[Path, int, int]]:
+    """(file, offset, size) of what `Store.steps` has to read."""
+    ranges: list[tuple[Path, int, int]] = []
+
+    def noting(shard: Shard) -> Callable[[int, int], bytes]:
+        read = shard._pread
+
+        def pread(offset: int, size: int) -> bytes:
+            ranges.append((shard.path, offset, size))
+            return read(offset, size)
+
+        return pread
+
+    for shard in store._shards.values():
+        shard._pread = noting(shard)  # type: ignore[method-assign, assignment]
+    store.steps(picked)
+    return ranges
+
+
+def _forget(paths: RunPaths) -> None:
+    """Take the shards out of the page cache."""
+    for path in shards(paths):
+        fd = os.open(path, os.O_RDONLY)
+        os.fsync(fd)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(fd)
+
+
+# ---- deltas ---------------------------------------------------------------------------------------------------------
+
+
+def bench_deltas(root: Path, scale: float) -> dict[str, Any]:
+    """20 steps of 2k tokens, prompt of 2k, groups of 16: bytes of tokens against every step with its whole context."""
+    sample = Sample(1)
+    opening = prompt(sample.ids(2000))
+    paths = _paths(root / "run")
+    records = [list(sample.trajectory(f"g.{member}", steps=20, opening=opening)) for member in range(GROUP)]
+    asyncio.run(_fill(paths, iter([[opening], *records])))
+    compact(paths)
+    width = sum(dtype.itemsize for dtype, _ in COLUMNS.values())
+    whole = sum(2000 * (step + 2) for step in range(20)) * GROUP * width
+    with Store(paths) as store:
+        stored = sum(shard.directory["datasets"]["tokens/ids"][1] for shard in store._shards.values()) * width
+        head = store.head("g.3")
+        assert head is not None
+        parts = [record.ids for record in [opening, *store.chain("g.3", head)] if len(record.ids)][:24]
+    flat = np.concatenate(parts)
+    ratios = []
+    for _ in range(200):
+        began = time.perf_counter()
+        np.concatenate(parts)
+        middle = time.perf_counter()
+        flat.copy()
+        ratios.append((middle - began) / (time.perf_counter() - middle))
+    return {"dedup_ratio": whole / stored, "rebuild_vs_memcpy": statistics.median(ratios)}
+
+
+# ---- persisting -----------------------------------------------------------------------------------------------------
+
+
+def bench_persist(root: Path, scale: float) -> dict[str, Any]:
+    """500 trajectories of one host, a step a second each, through socket and log at the default pace."""
+    return asyncio.run(_persist(_paths(root / "run"), max(3.0, 10.0 * scale)))
+
+
+async def _persist(paths: RunPaths, seconds: float, trajectories: int = 500) -> dict[str, Any]:
+    made = [list(step) for step in _steps(trajectories * 2, seed=2, steps=2)]
+    calls = 0
+
+    def count(event: str, _: Any) -> None:
+        nonlocal calls
+        calls += counting and event in METADATA_CALLS
+
+    counting = False
+    sys.addaudithook(count)
+    log = _log(paths, commit_interval_s=0.5, segment_age_s=60.0)
+    server = LogServer(log, paths.root / "log.sock")
+    await server.start()
+    done = 0
+    waits: list[float] = []
+    async with LogClient(paths.root / "log.sock") as client:
+        chance = random.Random(3)
+
+        def waited(began: float, _: Any) -> None:
+            waits.append(time.monotonic() - began)
+
+        async def live(number: int) -> None:
+            nonlocal done
+            await asyncio.sleep(chance.random())
+            while time.monotonic() < until:
+                began = time.monotonic()
+                future: asyncio.Future[Any] | None = None
+                for record in made[2 * number]:
+                    future = client.append(_fresh(record))
+                assert future is not None
+                future.add_done_callback(functools.partial(waited, began))
+                done += 1
+                await asyncio.sleep(1.0)
+
+        async def idle() -> None:
+            await asyncio.sleep(chance.random())
+            for _ in range(max(1, int(seconds / 2))):
+                await asyncio.sleep(1.0)
+
+        cpu = time.process_time()
+        await asyncio.gather(*(idle() for _ in range(trajectories)))
+        spare = time.process_time() - cpu
+        counting, syncs, calls = True, log.num_syncs, 0
+        began, until = time.monotonic(), time.monotonic() + seconds
+        cpu = time.process_time()
+        await asyncio.gather(*(live(number) for number in range(trajectories)))
+        await client.flush()
+        cpu, wall = time.process_time() - cpu - 2 * spare, time.monotonic() - began
+        counting, syncs = False, log.num_syncs - syncs
+    await server.close()
+    await log.close()
+    return {
+        "persist_share": (cpu + log.sync_s * syncs) / done,  # of a step of one second
+        "syncs_per_s": syncs / wall,
+        "metadata_ops_per_1000_steps": 1000 * (calls + syncs) / done,
+        "receipt_wait_s": statistics.median(waits),
+    }
+
+
+# ---- one long trajectory --------------------------------------------------------------------------------------------
+
+
+def bench_long(root: Path, scale: float) -> dict[str, Any]:
+    """10,000 steps of one trajectory: append, read, resume, view; what a step costs at the end, against the 100th."""
+    steps = max(1000, int(10_000 * scale))
+    paths = _paths(root / "run")
+    sample = Sample(4)
+    opening = prompt(sample.ids(200))
+    records = list(sample.trajectory("long.0", steps=steps, act=20, observe=20, opening=opening))
+    costs: dict[str, float] = {}
+    early, late = records[1:401], records[-401:-1]
+
+    def timed(part: Sequence[Record]) -> float:
+        began = time.process_time()
+        for record in part:
+            _fresh(record).frame()
+        return time.process_time() - began
+
+    costs["append"] = statistics.median(timed(late) / timed(early) for _ in range(REPEATS))
+    asyncio.run(_fill(paths, iter([[opening, *records]])))
+    heads = {count: records[2 * count].hash for count in (steps // 10, steps)}
+    compact(paths)
+    for name in ("read", "resume", "view"):
+        spent: dict[int, list[float]] = {count: [] for count in heads}
+        for _ in range(REPEATS):
+            for count, head in heads.items():
+                with Store(paths) as store:
+                    store.rows("long.0")  # the rows are read whole, whatever the head: not what is compared
+                    began = time.perf_counter()
+                    if name == "read":
+                        store.sequence("long.0", head, 0.0)
+                    elif name == "resume":
+                        store.complete("long.0", head)
+                        store.context("long.0", head)
+                    else:
+                        store.chain("long.0", head)
+                    spent[count].append(time.perf_counter() - began)
+        medians = {count: statistics.median(times) / count for count, times in spent.items()}
+        costs[name] = medians[steps] / medians[steps // 10]
+    return {"long_step_ratio": max(costs.values()), **{f"long_{name}_ratio": value for name, value in costs.items()}}
+
+
+# ---- the index ------------------------------------------------------------------------------------------------------
+
+
+def bench_index(root: Path, scale: float) -> dict[str, Any]:
+    """A store of a million small steps: opened, queried, one trajectory found."""
+    paths = _paths(root / "run")
+    per_shard, steps = 20_000, 20
+    num_shards = max(2, int(50 * scale))
+    sample = Sample(5)
+    frames = []
+    for number in range(per_shard // steps):
+        for record in sample.trajectory(f"x{number:06d}", steps=steps, act=4, observe=4):
+            frames.append(record.frame())
+    for shard in range(num_shards):  # the same records under other names: what an index costs is in their number
+        packer = Packer()
+        for frame in frames:
+            kind, digest, payload, _ = raw_frame(memoryview(frame), 0)
+            head, text, arrays = split(payload)
+            head["trajectory"] = f"s{shard:04d}.{head['trajectory']}"
+            packer.add(0, 0, kind, digest, (head, text, arrays))
+        source = {"name": f"bench-{shard}.seg", "uid": f"{shard:032x}", "node": "bench", "number": shard}
+        write_shard(paths.shards / f"{shard + 1:06d}.h5", packer, [{**source, "records": len(packer)}], {})
+    opens, queries, finds = [], [], []
+    for number in range(REPEATS):
+        _forget(paths)
+        began = time.perf_counter()
+        with Store(paths) as store:
+            opens.append(time.perf_counter() - began)
+            store.query()
+            for _ in range(REPEATS):
+                began = time.perf_counter()
+                store.query(kind="train", task_kind="fix", reward_below=0.5)
+                queries.append(time.perf_counter() - began)
+        began = time.perf_counter()
+        name = f"s{num_shards // 2:04d}.x{number:06d}"
+        with Store(paths, only=name) as store:
+            assert store.head(name)
+        finds.append(time.perf_counter() - began)
+    return {
+        "index_steps": num_shards * per_shard,
+        "open_s": statistics.median(opens),
+        "query_ms": 1000 * statistics.median(queries),
+        "find_s": statistics.median(finds),
+    }

@@ -224,7 +224,7 @@ async def host(paths: RunPaths, config: Config, node: str, index: int, number: i
     from hpcrl.rollout.server import SOCKET
     from hpcrl.rollout.supervisor import Link, engine_folder, node_folder
     from hpcrl.store.link import LogClient
-    from hpcrl.workers.guest import Guest, configure_dask
+    from hpcrl.workers.guest import Guest, ahead, configure_dask
     from hpcrl.workers.hosts import Host, serve
 
     configure_dask()
@@ -240,13 +240,15 @@ async def host(paths: RunPaths, config: Config, node: str, index: int, number: i
             for k in range(pool.engines)
         ]  # fmt: skip
         served = Host(
-            paths, config, where=Where(node=node, job=job_id(), boot_id=boot_id()), capacity=pool.concurrent,
+            paths, config, where=Where(node=node, job=job_id(), boot_id=boot_id()), concurrent=pool.concurrent,
             family=load_family(config.environment.name, config.environment.options), renderer=renderer, log=log,
             engines=engines, supervisor=Link(folder),
         )  # fmt: skip
         serve(served)
         local = folder / f"dask-{number}"
-        guest = Guest(paths, config, f"host-{node}-{number}", served.call, nthreads=pool.concurrent + 8, local=local)
+        guest = Guest(
+            paths, config, f"host-{node}-{number}", served.call, nthreads=ahead(pool.concurrent) + 8, local=local
+        )
         served.guest = guest
         on_signal(guest.stop.set)
         leave = lambda _: os._exit(3)  # noqa: E731
@@ -266,14 +268,14 @@ async def host(paths: RunPaths, config: Config, node: str, index: int, number: i
 async def sandbox(paths: RunPaths, config: Config, index: int) -> None:
     from hpcrl.sandbox.backend import find_backend
     from hpcrl.sandbox.pool import Pool
-    from hpcrl.workers.guest import Guest, configure_dask
+    from hpcrl.workers.guest import Guest, ahead, configure_dask
     from hpcrl.workers.sandboxes import SandboxNode
 
     configure_dask()
     settings = pool_of(config.sandbox, index)
     node = f"{node_name()}-s{index}"
     pool = Pool(settings, find_backend())
-    served = SandboxNode(paths, config, pool, settings.sessions)
+    served = SandboxNode(paths, config, pool, ahead(settings.sessions))
     local = paths.private() / f"dask-{node}"
     guest = Guest(paths, config, f"sandbox-{node}", served.call, nthreads=1, local=local)
     served.guest = guest

@@ -277,6 +277,34 @@ class FailingLog:
         return future
 
 
+async def test_a_slow_commit_holds_up_nobody_else(log: LogClient, renderer: Renderer) -> None:
+    """Two loops, one slot: the second acts while the end of the first is on its way to the disk."""
+
+    class Slow:
+        def __init__(self) -> None:
+            self.commits: list[tuple[asyncio.Future[Any], asyncio.Future[Any]]] = []
+
+        def append(self, record: Record) -> Any:
+            future = asyncio.get_running_loop().create_future()
+            self.commits.append((log.append(record), future))
+            return future
+
+        async def sync(self) -> None:
+            for commit, future in self.commits:
+                future.set_result(await commit)
+            self.commits.clear()
+
+    slow, slot = Slow(), asyncio.Semaphore(1)
+    loops = [loop(slow, renderer, ticket(trajectory=f"s.{number}"), slot=slot) for number in range(2)]
+    running = [asyncio.create_task(one.run()) for one in loops]
+    async with asyncio.timeout(5):
+        while any(one.state is not State.SCORING for one in loops):
+            await asyncio.sleep(0.01)
+    assert not any(task.done() for task in running), "an end that isn't durable is no end"
+    await slow.sync()
+    assert [(await task).status for task in running] == [State.COMPLETED] * 2
+
+
 @pytest.mark.parametrize("after", range(9))
 async def test_what_is_not_durable_has_not_happened(log: LogClient, renderer: Renderer, after: int) -> None:
     ended = await loop(FailingLog(log, after), renderer, ticket()).run()

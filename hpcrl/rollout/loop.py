@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import dataclasses
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -97,10 +99,13 @@ class Loop:
         renderer: Renderer,
         where: Where,
         history: History | None = None,
+        slot: AbstractAsyncContextManager[Any] | None = None,
         on_receipt: Callable[[Receipt], None] = lambda receipt: None,
     ) -> None:
+        """`slot`: held while it uses engine and tools, which bounds how many do; not while its end becomes durable."""
         self.ticket = ticket
         self.state = State.PENDING
+        self._slot = slot or contextlib.nullcontext()
         self._engine, self._sandbox = engine, sandbox
         self._world = environment
         self._log, self._renderer, self._where, self._history = log, renderer, where, history
@@ -129,7 +134,7 @@ class Loop:
             if self.ticket.verdict is not None:
                 status, fault = State.FAILED, self.ticket.verdict
             else:
-                async with asyncio.timeout(self.ticket.deadline_s):
+                async with self._slot, asyncio.timeout(self.ticket.deadline_s):
                     status, fault = await self._steps()
         except TimeoutError:
             # The clock ran out between or within steps; what is stored stays, and counts as cut short.
@@ -257,7 +262,6 @@ class Loop:
 
     def _adopt(self) -> None:
         ticket = self.ticket
-        self.state = State.RUNNING
         for record in self._history.unsettled if self._history else ():
             self._write(record)
         meta = {

@@ -140,6 +140,12 @@ class Guest:
         return await self._call(method, arguments)
 
 
+def ahead(concurrent: int) -> int:
+    """Tickets that are given out where so many run: more wait beside them, so that no place stands empty while an end
+    is on its way to the disk and to control."""
+    return concurrent + max(1, concurrent // 4)
+
+
 async def _listens(address: str) -> bool:
     """Whether anyone is there: a scheduler that was killed leaves its address behind."""
     host, port = parse_host_port(address.partition("://")[2])

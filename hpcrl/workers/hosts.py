@@ -29,7 +29,7 @@ from hpcrl.types import (
     State,
     Ticket,
 )
-from hpcrl.workers.guest import TOPIC, Guest, security
+from hpcrl.workers.guest import TOPIC, Guest, ahead, security
 from hpcrl.workers.sandboxes import Line, NoSandbox, RemoteSandbox
 
 logger = logging.getLogger(__name__)
@@ -90,14 +90,15 @@ class Host:
         config: Config,
         *,
         where: Where,
-        capacity: int,
+        concurrent: int,
         family: EnvironmentFamily,
         renderer: Renderer,
         log: LogClient,
         engines: Sequence[Engine],
         supervisor: Supervisor,
     ) -> None:
-        self._paths, self._config, self._where, self._capacity = paths, config, where, capacity
+        self._paths, self._config, self._where, self._concurrent = paths, config, where, concurrent
+        self._slots = asyncio.Semaphore(concurrent)
         self._family, self._renderer, self._log, self._supervisor = family, renderer, log, supervisor
         self._engines = [Busy(engine) for engine in engines]
         self._security = security(paths)
@@ -157,7 +158,7 @@ class Host:
         sandbox = self._sandbox(ticket)
         loop = Loop(
             ticket, engine=engine, environment=environment, sandbox=sandbox, log=self._log, renderer=self._renderer,
-            where=self._where, history=history, on_receipt=self._receipts.append,
+            where=self._where, history=history, slot=self._slots, on_receipt=self._receipts.append,
         )  # fmt: skip
         task = asyncio.create_task(self._run(loop, sandbox), name=ticket.trajectory)
         self._loops[ticket.trajectory] = (ticket, loop, task)
@@ -207,7 +208,7 @@ class Host:
                 return {
                     "role": "host",
                     "node": self._where.node,
-                    "capacity": self._capacity,
+                    "capacity": ahead(self._concurrent),
                     "held": [(key, ticket.attempt, ticket.sandbox) for key, (ticket, _, _) in self._loops.items()],
                 }
             case "stats":

@@ -47,7 +47,11 @@ class SandboxNode:
     async def call(self, method: str, arguments: Mapping[str, Any]) -> Any:
         match method:
             case "describe":
-                return {"role": "sandbox", "address": self._listener.contact_address, "capacity": self._capacity}
+                return {
+                    "role": "sandbox",
+                    "address": self._listener.contact_address,
+                    "capacity": self._capacity,
+                }  # of tickets
             case "stop":
                 assert self.guest is not None
                 self.guest.stop.set()

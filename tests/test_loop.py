@@ -298,7 +298,7 @@ async def test_a_slow_commit_holds_up_nobody_else(log: LogClient, renderer: Rend
     loops = [loop(slow, renderer, ticket(trajectory=f"s.{number}"), slot=slot) for number in range(2)]
     running = [asyncio.create_task(one.run()) for one in loops]
     async with asyncio.timeout(5):
-        while any(one.state is not State.SCORING for one in loops):
+        while any(one.state is not State.SCORING for one in loops):  # noqa: ASYNC110 (a state, no event)
             await asyncio.sleep(0.01)
     assert not any(task.done() for task in running), "an end that isn't durable is no end"
     await slow.sync()

@@ -36,6 +36,9 @@ _KEPT = frozenset({Kind.ADOPT, Kind.END, Kind.REWARD, Kind.TRANSITION})  # whose
 _DEFAULTS = {name: np.array([default], dtype).tobytes() for name, (dtype, default) in COLUMNS.items()}
 
 
+Buffer = bytes | memoryview
+
+
 @dataclass(slots=True)
 class _Item:
     row: Row
@@ -76,11 +79,11 @@ class Packer:
         if kind in _KEPT:
             self._metas[name] = meta
 
-    def pack(self, nodes: list[str]) -> tuple[dict[str, Table], dict[str, bytes]]:
-        """The tables, and the columns' bytes. `nodes`: of each source."""
+    def pack(self, nodes: list[str]) -> tuple[dict[str, Table], dict[str, list[Buffer]]]:
+        """The tables, and the columns in pieces, which are views of what was added. `nodes`: of each source."""
         steps: list[tuple[Any, ...]] = []
         summaries: list[tuple[Any, ...]] = []
-        parts: dict[str, list[bytes | memoryview]] = {name: [] for name in (*COLUMNS, "meta")}
+        parts: dict[str, list[Buffer]] = {name: [] for name in (*COLUMNS, "meta")}
         token = letter = 0
         for index, (trajectory, items) in enumerate(self._items.items()):
             first = len(steps)
@@ -113,7 +116,7 @@ class Packer:
         for found in tables["trajectories"]:
             first, stop = int(found["first_row"]), int(found["first_row"] + found["num_rows"])
             found["crc_rows"] = crc32c(tables["steps"][first:stop].tobytes())
-        return tables, {name: b"".join(some) for name, some in parts.items()}
+        return tables, parts
 
     def _fill(self, column: str, size: int) -> memoryview:
         """The default, so often that it makes `size` bytes."""

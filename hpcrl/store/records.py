@@ -210,7 +210,7 @@ def split(payload: bytes | memoryview) -> Parts:
     (size,) = LENGTH.unpack_from(view)
     start = LENGTH.size + size
     text = view[LENGTH.size : start]
-    head = json.loads(bytes(text))
+    head = json.loads(str(text, "ascii"))
     arrays = {}
     for name, (dtype, _) in COLUMNS.items():
         count = head["arrays"].get(name, 0)

@@ -29,7 +29,7 @@ from crc32c import crc32c
 from numpy.typing import NDArray
 
 from hpcrl.layout import publishing
-from hpcrl.store.pack import Packer
+from hpcrl.store.pack import Buffer, Packer
 from hpcrl.store.records import COLUMNS, LENGTH, Kind, Record
 from hpcrl.store.rows import Row, Table, table, text
 from hpcrl.types import StoreError
@@ -38,11 +38,11 @@ SCHEMA = 1
 MAGIC = b"hpcrlshd"
 _HEAD = Struct("<8sII")  # magic, bytes of the user block, bytes of the JSON
 _CRC = Struct("<I")
+_IOV_MAX = 1000
 SEGMENTS = {"name": "S", "uid": "S", "node": "S", "number": "<i8", "records": "<i8"}
 Source = Mapping[str, Any]  # a segment: the fields of SEGMENTS
 PATHS = {**{name: f"tokens/{name}" for name in COLUMNS}, "meta": "text/meta"}
 _DTYPES = {**{f"tokens/{name}": dtype for name, (dtype, _) in COLUMNS.items()}, "text/meta": np.dtype("u1")}
-_WIDTH = {name: _DTYPES[path].itemsize for name, path in PATHS.items()}
 
 
 # ---- writing ------------------------------------------------------------------------------------------------------
@@ -55,45 +55,63 @@ def write_shard(path: Path, packer: Packer, sources: Sequence[Source], attrs: Ma
     """
     tables, columns = packer.pack([source["node"] for source in sources])
     tables["segments"] = table([[source[name] for name in SEGMENTS] for source in sources], SEGMENTS)
-    datasets: dict[str, NDArray[Any]] = {**tables}
-    datasets |= {PATHS[name]: _array(data, _DTYPES[PATHS[name]]) for name, data in columns.items()}
+    parts: dict[str, Sequence[Buffer]] = {name: [rows.tobytes()] for name, rows in tables.items()}
+    parts |= {PATHS[name]: pieces for name, pieces in columns.items()}
+    places: dict[str, list[Any]] = {}  # as the directory has them: offset, count, dtype, CRC
+    for name, pieces in parts.items():
+        dtype = tables[name].dtype if name in tables else _DTYPES[name]
+        crc = size = 0
+        for piece in pieces:
+            crc, size = crc32c(piece, crc), size + memoryview(piece).nbytes
+        places[name] = [1 << 60, size // dtype.itemsize, _descr(dtype), crc]
+    head = {"schema": SCHEMA, "bytes": 1 << 60, "crc32c": 1 << 32, "datasets": places, "attrs": dict(attrs)}
     block = 4096
-    while block < _HEAD.size + _CRC.size + len(_directory(datasets, dict.fromkeys(datasets, 1 << 60), attrs)):
+    while block < _HEAD.size + _CRC.size + len(json.dumps(head)):
         block *= 2
     with publishing(path) as temporary:
-        with h5py.File(temporary, "w", userblock_size=block, locking=False) as file:
-            file.attrs.update({"schema": SCHEMA, **attrs})
-            for name, data in datasets.items():
-                file.create_dataset(name, data=data)  # no chunks, no filter: contiguous
-            file.flush()
-            offsets = {name: file[name].id.get_offset() if len(data) else 0 for name, data in datasets.items()}
-        _write_block(temporary, block, _directory(datasets, offsets, attrs))
+        _make_file(temporary, block, places, attrs)
+        fd = os.open(temporary, os.O_RDWR)
+        try:
+            for name, pieces in parts.items():
+                _write_at(fd, places[name][0], pieces)
+            with mmap.mmap(fd, 0, access=mmap.ACCESS_READ) as data, memoryview(data) as view:
+                head |= {"bytes": len(view), "crc32c": crc32c(view[block:])}
+            body = json.dumps(head).encode()
+            whole = (_HEAD.pack(MAGIC, block, len(body)) + body).ljust(block - _CRC.size, b"\0")
+            _write_at(fd, 0, [whole + _CRC.pack(crc32c(whole))])
+        finally:
+            os.close(fd)
     return len(packer)
 
 
-def _directory(datasets: Mapping[str, NDArray[Any]], offsets: Mapping[str, int], attrs: Mapping[str, Any]) -> bytes:
-    rows = {
-        name: [
-            offsets[name],
-            len(data),
-            _descr(data.dtype),
-            crc32c(np.ascontiguousarray(data).data),
-        ]
-        for name, data in datasets.items()
-    }
-    head = {"schema": SCHEMA, "bytes": 1 << 60, "crc32c": 1 << 32, "datasets": rows, "attrs": dict(attrs)}
-    return json.dumps(head, separators=(",", ":")).encode()
+def _make_file(path: Path, block: int, places: Mapping[str, list[Any]], attrs: Mapping[str, Any]) -> None:
+    """An HDF5 file with room for every dataset, one piece each; fills in where they lie. The content is written past
+    HDF5, from where it is, without a copy."""
+    links = h5py.h5p.create(h5py.h5p.LINK_CREATE)
+    links.set_create_intermediate_group(True)
+    layout = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+    layout.set_layout(h5py.h5d.CONTIGUOUS)
+    layout.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
+    layout.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
+    with h5py.File(path, "w", userblock_size=block, locking=False) as file:
+        file.attrs.update({"schema": SCHEMA, **attrs})
+        for name, place in places.items():
+            kind = h5py.h5t.py_create(np.dtype(_tuples(place[2])), logical=True)
+            space = h5py.h5s.create_simple((place[1],))
+            made = h5py.h5d.create(file.id, name.encode(), kind, space, layout, lcpl=links)
+            place[0] = made.get_offset() if place[1] else 0
 
 
-def _write_block(path: Path, block: int, directory: bytes) -> None:
-    """Fill the user block in: the directory, with size and CRC of all that follows the block."""
-    head = json.loads(directory)
-    with path.open("r+b") as file:
-        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data, memoryview(data) as view:
-            head |= {"bytes": len(view), "crc32c": crc32c(view[block:])}
-        body = json.dumps(head, separators=(",", ":")).encode()
-        whole = (_HEAD.pack(MAGIC, block, len(body)) + body).ljust(block - _CRC.size, b"\0")
-        file.write(whole + _CRC.pack(crc32c(whole)))
+def _write_at(fd: int, offset: int, pieces: Sequence[Buffer]) -> None:
+    for start in range(0, len(pieces), _IOV_MAX):
+        batch = [memoryview(piece).cast("B") for piece in pieces[start : start + _IOV_MAX]]
+        while batch:
+            written = os.pwritev(fd, batch, offset)
+            offset += written
+            while batch and written >= len(batch[0]):
+                written -= len(batch.pop(0))
+            if batch:
+                batch[0] = batch[0][written:]
 
 
 # ---- reading ------------------------------------------------------------------------------------------------------

@@ -201,6 +201,8 @@ def checksum(kind: int, digest: bytes, payload: bytes | memoryview) -> int:
     return int(crc32c(payload, crc32c(bytes((kind,)) + digest)))
 
 
+_decode = json.JSONDecoder().raw_decode  # without looking for white space
+
 Parts = tuple[dict[str, Any], memoryview, Mapping[str, memoryview]]
 
 
@@ -210,7 +212,7 @@ def split(payload: bytes | memoryview) -> Parts:
     (size,) = LENGTH.unpack_from(view)
     start = LENGTH.size + size
     text = view[LENGTH.size : start]
-    head = json.loads(str(text, "ascii"))
+    head = _decode(str(text, "ascii"))[0]
     arrays = {}
     for name, (dtype, _) in COLUMNS.items():
         count = head["arrays"].get(name, 0)

@@ -189,17 +189,25 @@ def _rival(paths: RunPaths, mine: Path | None) -> str:
         if mine is not None and path.stem >= mine.stem:
             continue
         with contextlib.suppress(FileNotFoundError):
-            text = path.read_text()  # empty when its maker died, or is, between making and writing it
-            lives = ProcessId(**json.loads(text)).lives() if text else None
+            owner = _claimant(path)
+            lives = owner.lives() if owner is not None else None
             if lives is None and mine is not None:
                 # Ages by the file server's clock alone: both files were dated by it.
-                lives = mine.stat().st_mtime - path.stat().st_mtime < (STALE_S if text else 10.0)
+                lives = mine.stat().st_mtime - path.stat().st_mtime < (STALE_S if owner is not None else 10.0)
             if lives is not False:
                 return f"{path} is held by a compactor that lives or can't be seen from here"
             for torn in paths.shards.glob(f".{path.stem}.h5.*.tmp"):
                 torn.unlink(missing_ok=True)
             path.unlink(missing_ok=True)
     return ""
+
+
+def _claimant(path: Path) -> ProcessId | None:
+    """Who made a claim; None where that isn't whole: its maker died, or is, between making and writing it."""
+    try:
+        return ProcessId(**json.loads(path.read_text()))
+    except (ValueError, TypeError):
+        return None
 
 
 def _plus(a: Report, b: Report) -> Report:

@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fnmatch
 import json
 import os
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from hpcrl.types import StoreError
+
+_T = TypeVar("_T")
 
 
 class _Under:
@@ -61,7 +64,7 @@ class RunPaths:
         """An existing run folder, by any path that leads to it."""
         root = Path(run).expanduser().resolve()
         paths = cls(root)
-        if not paths.config.is_file():
+        if not by_name(paths.config.is_file):
             raise StoreError(f"{run}: not a run folder (it has no config.json)")
         return paths
 
@@ -135,9 +138,30 @@ def _start_of(pid: int) -> int | None:
     return None if fields[0] in "ZX" else int(fields[19])
 
 
+def by_name(call: Callable[..., _T], *args: Any) -> _T:
+    """`call(*args)`, which finds a file by its name; once more where a network filesystem says ESTALE: it says so once
+    for a name that came to mean another file."""
+    try:
+        return call(*args)
+    except OSError as error:
+        if error.errno != errno.ESTALE:
+            raise
+    return call(*args)
+
+
+def listed(folder: Path, pattern: str = "*") -> list[Path]:
+    """What is in a folder, [] where there is no folder. Unlike `Path.glob` it raises OSError for one that can't be read:
+    who takes that for an empty folder does harm."""
+    try:
+        names = by_name(os.listdir, folder)
+    except FileNotFoundError:
+        return []
+    return [folder / name for name in fnmatch.filter(names, pattern)]
+
+
 def sync_folder(folder: Path) -> None:
     """Make the entries of `folder` (creations, renames, unlinks) durable."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    fd = by_name(os.open, folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)
     finally:
@@ -150,7 +174,7 @@ def publishing(path: Path) -> Iterator[Path]:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         yield temporary
-        fd = os.open(temporary, os.O_RDONLY)
+        fd = by_name(os.open, temporary, os.O_RDONLY)
         try:
             os.fsync(fd)
         finally:
@@ -177,7 +201,7 @@ def publish_json(path: Path, value: Mapping[str, Any]) -> None:
 def read_json(path: Path) -> dict[str, Any] | None:
     """A JSON object that `publish_json` wrote, or None where there is none."""
     try:
-        value = json.loads(path.read_text())
+        value = json.loads(by_name(path.read_text))
     except FileNotFoundError:
         return None
     except json.JSONDecodeError as error:
@@ -192,7 +216,7 @@ def is_full(error: BaseException) -> bool:
 
 def next_incarnation(folder: Path, suffix: str = ".jsonl") -> tuple[int, Path]:
     """Take the next number in `folder` for oneself: the file made with O_EXCL is the proof."""
-    number = max((int(path.stem) for path in folder.glob(f"*{suffix}") if path.stem.isdigit()), default=0) + 1
+    number = max((int(path.stem) for path in listed(folder, f"*{suffix}") if path.stem.isdigit()), default=0) + 1
     while True:
         path = folder / f"{number:06d}{suffix}"
         try:
@@ -224,15 +248,20 @@ class Appender:
         os.close(self._fd)
 
 
+def read_from(path: Path, start: int, size: int = -1) -> bytes:
+    """Up to `size` bytes (-1: all) from byte `start` on."""
+    with path.open("rb") as file:
+        file.seek(start)
+        return file.read(size)
+
+
 def read_lines(path: Path, start: int = 0, *, skip_torn: bool = False) -> tuple[list[dict[str, Any]], int]:
     """Whole lines from byte `start` on, and the byte after the last of them; a torn last line waits.
 
     Raises StoreError at a line that is no JSON, unless it is to be skipped.
     """
     try:
-        with path.open("rb") as file:
-            file.seek(start)
-            data = file.read()
+        data = by_name(read_from, path, start)
     except FileNotFoundError:
         return [], start
     end = data.rfind(b"\n") + 1

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import os
 import random
 import select
@@ -50,6 +51,7 @@ from hpcrl.types import StoreError
 SEEDS = Path(__file__).with_name("crash_seeds.txt")
 IMAGE_BYTES = 48 << 20
 ROUND = {"kill": 10, "cut": 8}  # restarts of one run folder
+PR_SET_PDEATHSIG = 1  # linux/prctl.h: a victim doesn't outlive the harness
 START_S = 5.0  # for a victim to get to its first acknowledgement, at most
 FLIPS = 10  # per round of kills
 
@@ -162,7 +164,8 @@ def _fork(call: Callable[[], None], keep: int) -> int:
         return pid
     code = 1
     try:
-        signal.set_wakeup_fd(-1)
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         call()
         code = 0
     except BaseException:
@@ -528,4 +531,5 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that what is mounted is unmounted
     sys.exit(main(sys.argv[1:]))

@@ -56,7 +56,8 @@ FAULTS: Mapping[str, Fault] = {
 }
 KILL = Fault(CHANGES | READS, does="kill")
 STOP = Fault(CHANGES, does="stop")
-STALE_READ = Fault(READS, errno.ESTALE)
+STALE_READ = Fault(READS - {"stat"}, errno.ESTALE)
+STALE_STAT = Fault(frozenset({"stat"}), errno.ESTALE)
 
 
 class Io:
@@ -65,7 +66,8 @@ class Io:
     def __init__(self, root: Path, fault: Fault, at: int) -> None:
         self._root, self._fault, self._at = os.fspath(root), fault, at
         self._lock = threading.Lock()
-        self._synced: dict[int, int] = {}  # inode -> bytes that a sync has confirmed
+        # inode -> bytes that a sync has confirmed, which for what is here already is all
+        self._synced = {path.stat().st_ino: path.stat().st_size for path in root.rglob("*")}
         self.count = 0
         self.calls: list[str] = []  # those that met the fault
 

@@ -21,7 +21,7 @@ from hashlib import sha256
 from importlib import metadata
 from pathlib import Path
 
-from hpcrl.layout import ProcessId, RunPaths, sync_folder
+from hpcrl.layout import ProcessId, RunPaths, by_name, listed, sync_folder
 from hpcrl.store.pack import Packer
 from hpcrl.store.records import Torn, split
 from hpcrl.store.segment import CLOSED, OPEN, name_parts, raw_segment, read_header, recover, segments
@@ -75,7 +75,8 @@ def compact(paths: RunPaths, *, shard_bytes: int = SHARD_BYTES) -> Report:
 
 
 def shards(paths: RunPaths) -> list[Path]:
-    return sorted((path for path in paths.shards.glob("*.h5") if path.stem.isdigit()), key=lambda path: int(path.stem))
+    found = [path for path in listed(paths.shards, "*.h5") if path.stem.isdigit()]
+    return sorted(found, key=lambda path: int(path.stem))
 
 
 def seal_dead(paths: RunPaths, alive: Callable[[str], bool]) -> list[Path]:
@@ -114,7 +115,7 @@ def _batch(fresh: Sequence[Path], shard_bytes: int) -> list[Path]:
     batch: list[Path] = []
     total = 0
     for path in fresh:
-        total += path.stat().st_size
+        total += by_name(path.stat).st_size
         if batch and total > shard_bytes:
             break
         batch.append(path)
@@ -151,7 +152,7 @@ def _shard(paths: RunPaths, number: int) -> Path:
 
 
 def _provenance(paths: RunPaths) -> dict[str, str | float]:
-    config = paths.config.read_bytes() if paths.config.is_file() else b""
+    config = by_name(paths.config.read_bytes) if paths.config.is_file() else b""
     return {
         "hpcrl_version": metadata.version("hpcrl"),
         "config_sha256": sha256(config).hexdigest(),
@@ -162,7 +163,7 @@ def _provenance(paths: RunPaths) -> dict[str, str | float]:
 @contextlib.contextmanager
 def _claim(paths: RunPaths) -> Iterator[int | str]:
     """A shard number of one's own, or why there is none now."""
-    number = max((int(p.stem) for p in paths.shards.iterdir() if p.stem.isdigit()), default=0) + 1
+    number = max((int(p.stem) for p in listed(paths.shards) if p.stem.isdigit()), default=0) + 1
     while True:
         path = paths.shards / f"{number:06d}.claim"
         try:
@@ -185,7 +186,7 @@ def _claim(paths: RunPaths) -> Iterator[int | str]:
 
 def _rival(paths: RunPaths, mine: Path | None) -> str:
     """Who holds a claim lower than mine. Claims of the dead are removed, with what they had begun to write."""
-    for path in sorted(paths.shards.glob("*.claim")):
+    for path in sorted(listed(paths.shards, "*.claim")):
         if mine is not None and path.stem >= mine.stem:
             continue
         with contextlib.suppress(FileNotFoundError):
@@ -196,7 +197,7 @@ def _rival(paths: RunPaths, mine: Path | None) -> str:
                 lives = mine.stat().st_mtime - path.stat().st_mtime < (STALE_S if owner is not None else 10.0)
             if lives is not False:
                 return f"{path} is held by a compactor that lives or can't be seen from here"
-            for torn in paths.shards.glob(f".{path.stem}.h5.*.tmp"):
+            for torn in listed(paths.shards, f".{path.stem}.h5.*.tmp"):
                 torn.unlink(missing_ok=True)
             path.unlink(missing_ok=True)
     return ""
@@ -205,7 +206,7 @@ def _rival(paths: RunPaths, mine: Path | None) -> str:
 def _claimant(path: Path) -> ProcessId | None:
     """Who made a claim; None where that isn't whole: its maker died, or is, between making and writing it."""
     try:
-        return ProcessId(**json.loads(path.read_text()))
+        return ProcessId(**json.loads(by_name(path.read_text)))
     except (ValueError, TypeError):
         return None
 

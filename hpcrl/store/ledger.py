@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hpcrl.layout import Appender, RunPaths, next_incarnation, read_lines
+from hpcrl.layout import Appender, RunPaths, by_name, listed, next_incarnation, read_lines
 from hpcrl.types import Entry, StoreError
 
 Position = tuple[int, int]  # (incarnation, line); line 0 is the first line of the file, so entries begin at 1
@@ -53,11 +53,10 @@ class _Files:
 
     def look(self) -> list[int]:
         """The incarnations that have a first line, ascending. One that died before it wrote one says nothing."""
-        for name in sorted(self._folder.glob("*.jsonl")):
+        for name in sorted(listed(self._folder, "*.jsonl")):
             if not name.stem.isdigit() or int(name.stem) in self._heads:
                 continue
-            with name.open("rb") as file:
-                line = file.readline()
+            line = by_name(_first_line, name)
             if line.endswith(b"\n"):
                 rows, _ = read_lines(name)
                 self._heads[int(name.stem)] = rows[0]
@@ -79,6 +78,11 @@ class _Files:
         rows, byte = read_lines(self.path(incarnation), byte)
         self._ends[incarnation] = (byte, line + len(rows))
         return [(line + i, row) for i, row in enumerate(rows) if stop is None or line + i < stop]
+
+
+def _first_line(path: Path) -> bytes:
+    with path.open("rb") as file:
+        return file.readline()
 
 
 class _Writer:

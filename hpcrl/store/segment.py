@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import logging
 import os
@@ -21,7 +20,7 @@ from pathlib import Path
 
 from crc32c import crc32c
 
-from hpcrl.layout import ProcessId, publish, sync_folder
+from hpcrl.layout import ProcessId, by_name, listed, publish, read_from, sync_folder
 from hpcrl.store.records import FORMAT, FRAME, Record, Torn, raw_frame, read_frame
 from hpcrl.types import StoreError
 
@@ -55,15 +54,15 @@ def name_parts(path: Path) -> tuple[str, int]:
 
 def segments(folder: Path, suffix: str) -> list[Path]:
     """The segments with this suffix, by node and number."""
-    return sorted(folder.glob(f"*-*{suffix}"), key=name_parts)
+    return sorted(listed(folder, f"*-*{suffix}"), key=name_parts)
 
 
 def create(folder: Path, node: str) -> tuple[Path, int, Header, bytes]:
     """Make an open segment: its path, file descriptor, and the header with its bytes, which are still to be written."""
     last = folder / f"{node}.last"
-    taken = [name_parts(path)[1] for suffix in (OPEN, CLOSED) for path in folder.glob(f"{node}-*{suffix}")]
+    taken = [name_parts(path)[1] for suffix in (OPEN, CLOSED) for path in listed(folder, f"{node}-*{suffix}")]
     with contextlib.suppress(FileNotFoundError):
-        taken.append(int(last.read_text() or 0))
+        taken.append(int(by_name(last.read_text) or 0))
     number = max(taken, default=0) + 1
     publish(last, f"{number}\n")
     path = folder / f"{node}-{number}{OPEN}"
@@ -81,17 +80,12 @@ def close_name(path: Path) -> Path:
 
 
 def _read(path: Path, start: int = 0, size: int = -1) -> bytes:
-    try:
-        with path.open("rb") as file:
-            file.seek(start)
-            return file.read(size)
-    except OSError as error:
-        if error.errno != errno.ESTALE:
-            raise
-    # A network filesystem says ESTALE once for a name that came to mean another file; by name it is found.
+    return by_name(read_from, path, start, size)
+
+
+def _sync(path: Path) -> None:
     with path.open("rb") as file:
-        file.seek(start)
-        return file.read(size)
+        os.fdatasync(file.fileno())
 
 
 def read_header(path: Path) -> tuple[Header, int]:
@@ -139,8 +133,7 @@ def raw_segment(path: Path, start: int | None = None) -> Iterator[tuple[int, int
     base = offset
     data = memoryview(_read(path, base))
     if is_open and data:
-        with path.open("rb") as file:
-            os.fdatasync(file.fileno())
+        by_name(_sync, path)
     while offset - base < len(data):
         try:
             kind, digest, payload, end = raw_frame(data, offset - base)
@@ -169,7 +162,7 @@ def recover(path: Path, limit: int | None = None) -> Path | None:
     Returns the closed segment's path, or None when no record was in it (then it is unlinked). What is cut was never
     acknowledged: acknowledging comes after the sync of everything before it.
     """
-    size = path.stat().st_size
+    size = by_name(path.stat).st_size
     try:
         end = first = read_header(path)[1]
         data = memoryview(_read(path))

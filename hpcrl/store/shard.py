@@ -28,7 +28,7 @@ import numpy as np
 from crc32c import crc32c
 from numpy.typing import NDArray
 
-from hpcrl.layout import publishing
+from hpcrl.layout import by_name, publishing
 from hpcrl.store.pack import Buffer, Packer
 from hpcrl.store.records import COLUMNS, LENGTH, Kind, Record
 from hpcrl.store.rows import Row, Table, table, text
@@ -70,7 +70,7 @@ def write_shard(path: Path, packer: Packer, sources: Sequence[Source], attrs: Ma
         block *= 2
     with publishing(path) as temporary:
         _make_file(temporary, block, places, attrs)
-        fd = os.open(temporary, os.O_RDWR)
+        fd = by_name(os.open, temporary, os.O_RDWR)
         try:
             for name, pieces in parts.items():
                 _write_at(fd, places[name][0], pieces)
@@ -233,7 +233,7 @@ class Shard:
 
     def _ahead(self, offset: int, size: int) -> None:
         if self._fd < 0:
-            self._fd = os.open(self.path, os.O_RDONLY)
+            self._fd = by_name(os.open, self.path, os.O_RDONLY)
         os.posix_fadvise(self._fd, offset, size, os.POSIX_FADV_WILLNEED)
 
     def header(self, row: int) -> dict[str, Any]:
@@ -256,7 +256,10 @@ class Shard:
 
     def check(self) -> None:
         """Read every byte. Raises StoreError when any is not what was written."""
-        with self.path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        with (
+            by_name(self.path.open, "rb") as file,
+            mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data,
+        ):
             size = len(data)
             with memoryview(data) as view:
                 crc = crc32c(view[self._block :])
@@ -267,9 +270,9 @@ class Shard:
 
     def _pread(self, offset: int, size: int) -> bytes:
         for again in (True, False):
-            if self._fd < 0:
-                self._fd = os.open(self.path, os.O_RDONLY)
             try:
+                if self._fd < 0:
+                    self._fd = os.open(self.path, os.O_RDONLY)
                 return os.pread(self._fd, size, offset)
             except OSError as error:
                 if error.errno != errno.ESTALE or not again:

@@ -1,16 +1,19 @@
-"""Run with h5_faults.so preloaded: every call by which a shard is written fails in turn, those of HDF5 too.
+"""Every write of a shard fails in turn, whoever makes it, Python or HDF5; in a process of its own, for it may crash.
 
-    LD_PRELOAD=h5_faults.so python h5_faults.py FOLDER     prints {fault: number of calls}
+    LD_PRELOAD=h5_faults.so python h5_faults.py FOLDER     prints {fault: how many places it came at}
+
+Without the preloaded library there is only the limit on a file's size, which needs no compiler.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import ctypes
 import errno
+import functools
 import itertools
 import json
+import resource
 import sys
 from pathlib import Path
 
@@ -43,38 +46,67 @@ def write(paths: RunPaths) -> set[str]:
     return asyncio.run(fill())
 
 
+def limited(paths: RunPaths, size: int) -> bool:
+    """Compact where no file may grow beyond `size` bytes (Python ignores SIGXFSZ: it is an error). Whether it failed."""
+    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        compact(paths)
+    except OSError:
+        return True
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+    return False
+
+
+def shimmed(paths: RunPaths, shim: ctypes.CDLL, at: int, number: int, lasts: int) -> bool:
+    """Compact with a call that fails. Whether there were so many calls."""
+    shim.fault_arm(bytes(paths.shards), at, number, lasts)
+    refused = False
+    try:
+        compact(paths)
+    except OSError:
+        refused = True
+    met = shim.fault_count() > 0
+    shim.fault_arm(b"", 0, 0, 0)
+    assert met or not refused
+    return met
+
+
+def judge(paths: RunPaths, expected: set[str], fault: str) -> None:
+    """What is there is whole; compaction, done again, succeeds and leaves nothing behind."""
+    made = shards(paths)
+    for path in made:
+        Shard(path).check()
+    assert made or segments(paths.log, CLOSED), f"{fault}: records are gone"
+    assert not compact(paths).refused, fault
+    (path,) = shards(paths)
+    assert not segments(paths.log, CLOSED) and list(paths.shards.iterdir()) == [path], fault
+    Shard(path).check()
+    with h5py.File(path) as file:
+        assert {hash.decode() for hash in file["steps"]["hash"]} == expected, fault
+
+
 def main(folder: Path) -> None:
-    shim = ctypes.CDLL(None)
     counts = {}
-    for name, (number, lasts) in FAULTS.items():
+    shim = ctypes.CDLL(None)
+    trials = {"file size limit": lambda paths, at: limited(paths, 200 + 400 * at)}
+    if hasattr(shim, "fault_arm"):
+        for name, (number, lasts) in FAULTS.items():
+            trials[name] = functools.partial(
+                lambda paths, at, number, lasts: shimmed(paths, shim, at, number, lasts), number=number, lasts=lasts
+            )
+    for name, trial in trials.items():
         for at in itertools.count(1):
             paths = run_folder(folder / f"{name} {at}".replace(" ", "-"))
             expected = write(paths)
-            shim.fault_arm(bytes(paths.shards), at, number, lasts)
-            refused = False
-            try:
-                compact(paths)
-            except OSError:
-                refused = True
-            count = shim.fault_count()
-            shim.fault_arm(b"", 0, 0, 0)
-            made = shards(paths)
-            for path in made:
-                Shard(path).check()  # what is there is whole
-            assert made or segments(paths.log, CLOSED), f"{name} at call {at}: records are gone"
-            compact(paths)
-            (path,) = shards(paths)
-            assert not segments(paths.log, CLOSED) and list(paths.shards.iterdir()) == [path], f"{name} at call {at}"
-            Shard(path).check()
-            with h5py.File(path) as file:
-                assert {hash.decode() for hash in file["steps"]["hash"]} == expected, f"{name} at call {at}"
-            if count <= 0:
-                assert not refused
+            met = trial(paths, at)
+            judge(paths, expected, f"{name}, {at}")
+            if not met:
                 break
         counts[name] = at - 1
     print(json.dumps(counts))
 
 
 if __name__ == "__main__":
-    with contextlib.suppress(KeyboardInterrupt):
-        main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]))

@@ -4,7 +4,7 @@
         ...
     io.fired                                                       # whether it came so far
 
-The calls of `os` and of `open` are wrapped in this process; what HDF5 does in C is not seen here (h5_faults.c).
+The calls of `os` and of `open` are wrapped in this process; what C code does by itself is not seen here (h5_faults.c).
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ FAULTS: Mapping[str, Fault] = {
     "a short write, then ENOSPC": Fault(frozenset({"write"}), errno.ENOSPC, does="short", lasts=True),
 }
 KILL = Fault(CHANGES | READS, does="kill")
-STOP = Fault(CHANGES, does="stop")
+STOP = Fault(CHANGES | READS, does="stop")
 STALE_READ = Fault(READS - {"stat"}, errno.ESTALE)
 STALE_STAT = Fault(frozenset({"stat"}), errno.ESTALE)
 
@@ -137,7 +137,7 @@ class Io:
         if fd >= 0 and info.st_size > start and not os.path.isdir(f"/proc/self/fd/{fd}"):  # noqa: PTH112
             stop = min(info.st_size, start + size) if size else info.st_size
             own = self._real["open"](f"/proc/self/fd/{fd}", os.O_WRONLY)
-            os.pwrite(own, bytes(stop - start), start)
+            self._real["pwrite"](own, bytes(stop - start), start)
             self._real["close"](own)
 
     def synced(self, fd: int) -> None:
@@ -201,13 +201,14 @@ def _open(io_: Io, real: Any) -> Any:
 
 
 def _write(io_: Io, real: Any) -> Any:
-    def call(fd: int, data: Any) -> int:
+    def call(fd: int, data: Any, *place: int) -> int:
         if io_.meets("write", fd):
             whole = memoryview(b"".join(data) if isinstance(data, list | tuple) else data)
-            done = io_.act(fd, short=lambda: io_._real["write"](fd, whole[: (len(whole) + 1) // 2]))
+            half = whole[: (len(whole) + 1) // 2]
+            done = io_.act(fd, short=lambda: real(fd, half, *place) if place else io_._real["write"](fd, half))
             if done >= 0:
                 return done
-        return int(real(fd, data))
+        return int(real(fd, data, *place))
 
     return call
 
@@ -250,6 +251,7 @@ _WRAPPED: Mapping[str, Callable[[Io, Any], Any]] = {
     "open": _open,
     "write": _write,
     "writev": _write,
+    "pwrite": _write,
     "fsync": _sync,
     "fdatasync": _sync,
     "close": _close,

@@ -3,16 +3,16 @@ half-written is read, and the operation, done again when the fault is gone, succ
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import os
 import shutil
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from io_faults import FAULTS, STALE_READ, STALE_STAT, Fault, Io
@@ -25,7 +25,7 @@ from hpcrl.store.index import Store
 from hpcrl.store.ledger import LedgerWriter, ProgressWriter, UpdateRow, entries, lineage
 from hpcrl.store.log import Log
 from hpcrl.store.records import Record
-from hpcrl.store.segment import CLOSED, OPEN, Header, read_segment, segments
+from hpcrl.store.segment import CLOSED, OPEN, Header, segments
 from hpcrl.store.shard import Shard
 from hpcrl.store.verify import verify
 
@@ -273,7 +273,9 @@ async def until_clean(make: type[Trial], fault: Fault, folder: Path, *, must_go_
             await trial.again()
             trial.judge(done=True)
         except Exception as error:
-            raise AssertionError(f"with call {at} met ({', '.join(io.calls)}): {type(error).__name__}: {error}") from error
+            raise AssertionError(
+                f"with call {at} met ({', '.join(io.calls)}): {type(error).__name__}: {error}"
+            ) from error
         shutil.rmtree(trial.paths.root)
         if not io.fired:
             assert not trial.refused
@@ -319,6 +321,25 @@ class Reading(Compacting):
         assert read_json(self.paths.heartbeat) == {"is": "there"}
         report = verify(self.paths)
         assert report.records == len(self.submitted) and report.damaged == report.missing_parents == 0
+
+
+def test_no_write_of_a_shard_that_fails_ends_the_process(memory: Path) -> None:
+    """HDF5 crashes where a write of its own fails; every call is failed below Python where a C compiler is here."""
+    here = Path(__file__).parent
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(here.parent), str(here)])}
+    if compiler := shutil.which("cc"):
+        library = memory / "h5_faults.so"
+        subprocess.run([compiler, "-shared", "-fPIC", "-o", library, here / "h5_faults.c", "-ldl"], check=True)
+        environment["LD_PRELOAD"] = str(library)
+    else:
+        print(
+            "no C compiler is here: the calls of C code are not failed one by one, only by a limit on the file's size"
+        )
+    command = [sys.executable, here / "h5_faults.py", memory / "runs"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    counts = json.loads(done.stdout)
+    assert len(counts) == (9 if compiler else 1) and min(counts.values()) > 20, counts
 
 
 @pytest.mark.parametrize("make", [Appending, Recovering, Compacting, Scoring, Publishing])

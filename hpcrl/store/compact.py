@@ -51,24 +51,32 @@ def compact(paths: RunPaths, *, shard_bytes: int = SHARD_BYTES) -> Report:
     """
     done = Report()
     sources: dict[Path, set[str]] = {}
-    while True:
-        sources |= {path: sources_of(path) for path in shards(paths) if path not in sources}
-        fresh: list[Path] = []
+
+    def fresh() -> list[Path]:
+        """The segments that are in no shard and not damaged; those that are in one go."""
+        nonlocal done
+        sources.update({path: sources_of(path) for path in shards(paths) if path not in sources})
+        found = []
         for path in segments(paths.log, CLOSED):
-            uid = _uid(path)
-            if any(uid in uids for uids in sources.values()):
-                path.unlink(missing_ok=True)
-                done = _plus(done, Report(left_over=1))
-            elif str(path) not in done.damaged:
-                fresh.append(path)
-        if not fresh:
+            with contextlib.suppress(FileNotFoundError):  # another compactor's now
+                uid = _uid(path)
+                if any(uid in uids for uids in sources.values()):
+                    path.unlink(missing_ok=True)
+                    done = _plus(done, Report(left_over=1))
+                elif str(path) not in done.damaged:
+                    found.append(path)
+        return found
+
+    while True:
+        if not fresh():
             _rival(paths, None)
             break
         with _claim(paths) as number:
             if isinstance(number, str):
                 done = _plus(done, Report(refused=number))
                 break
-            done = _plus(done, _compact(paths, number, _batch(fresh, shard_bytes)))
+            # Looked at again under the claim: another may have compacted since.
+            done = _plus(done, _compact(paths, number, _batch(fresh(), shard_bytes)))
     if done.segments or done.left_over:
         sync_folder(paths.log)
     return done
@@ -90,23 +98,24 @@ def seal_dead(paths: RunPaths, alive: Callable[[str], bool]) -> list[Path]:
 
 
 def seal_dead_here(paths: RunPaths) -> list[Path]:
-    """`seal_dead` for owners that were processes of this machine, by pid and start time."""
-    gone = set()
+    """`seal_dead` for owners that were processes of this machine, by pid and start time.
+
+    Each file by its own header: the node may have a new owner already. One without a whole header says nothing; it may
+    be that owner's, just made. The node's next owner removes it.
+    """
+    sealed = []
     for path in segments(paths.log, OPEN):
         with contextlib.suppress(Torn, FileNotFoundError):
-            header = read_header(path)[0]
-            if header.owner.lives() is False:
-                gone.add(header.node)
-            else:
-                gone.discard(header.node)
-    return seal_dead(paths, lambda node: node not in gone)
+            if read_header(path)[0].owner.lives() is False:
+                sealed.append(recover(path))
+    return [path for path in sealed if path is not None]
 
 
 def _uid(path: Path) -> str:
-    """Of a closed segment; "" when its header is damaged."""
+    """Of a closed segment; "" when its header is damaged. Raises FileNotFoundError when it is gone."""
     try:
         return read_header(path)[0].uid
-    except (Torn, StoreError, FileNotFoundError):
+    except (Torn, StoreError):
         return ""
 
 

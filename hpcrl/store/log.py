@@ -122,11 +122,11 @@ class Log:
         for path in segments(self.folder, OPEN):
             if name_parts(path)[0] != self.node:
                 continue
-            with contextlib.suppress(Torn):
-                owner = read_header(path)[0].owner
-                if owner.lives():
-                    raise StoreError(f"{path}: process {owner.pid} writes this node's log; stop it first")
-            with contextlib.suppress(FileNotFoundError):  # closed by a compactor of this machine meanwhile
+            with contextlib.suppress(FileNotFoundError):  # somebody else has closed it meanwhile
+                with contextlib.suppress(Torn):
+                    owner = read_header(path)[0].owner
+                    if owner.lives():
+                        raise StoreError(f"{path}: process {owner.pid} writes this node's log; stop it first")
                 recover(path)
 
     async def append(self, frames: Sequence[bytes]) -> list[Place]:

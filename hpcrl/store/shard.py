@@ -14,6 +14,7 @@ slice that is read is checked against its CRC before anything is made of it.
 from __future__ import annotations
 
 import errno
+import io
 import json
 import mmap
 import os
@@ -69,12 +70,15 @@ def write_shard(path: Path, packer: Packer, sources: Sequence[Source], attrs: Ma
     while block < _HEAD.size + _CRC.size + len(json.dumps(head)):
         block *= 2
     with publishing(path) as temporary:
-        _make_file(temporary, block, places, attrs)
-        fd = by_name(os.open, temporary, os.O_RDWR)
+        skeleton = _skeleton(block, places, attrs)
+        fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
         try:
+            os.ftruncate(fd, skeleton.size)
+            for offset, data in skeleton.written:
+                _write_at(fd, offset, [data])
             for name, pieces in parts.items():
                 _write_at(fd, places[name][0], pieces)
-            with mmap.mmap(fd, 0, access=mmap.ACCESS_READ) as data, memoryview(data) as view:
+            with mmap.mmap(fd, 0, access=mmap.ACCESS_READ) as mapped, memoryview(mapped) as view:
                 head |= {"bytes": len(view), "crc32c": crc32c(view[block:])}
             body = json.dumps(head).encode()
             whole = (_HEAD.pack(MAGIC, block, len(body)) + body).ljust(block - _CRC.size, b"\0")
@@ -84,22 +88,62 @@ def write_shard(path: Path, packer: Packer, sources: Sequence[Source], attrs: Ma
     return len(packer)
 
 
-def _make_file(path: Path, block: int, places: Mapping[str, list[Any]], attrs: Mapping[str, Any]) -> None:
-    """An HDF5 file with room for every dataset, one piece each; fills in where they lie. The content is written past
-    HDF5, from where it is, without a copy."""
+class _Skeleton(io.RawIOBase):
+    """The file that HDF5 writes, in memory: what it says of datasets, without their content.
+
+    HDF5 itself writes to no disk: where a write fails, as on a full one, it crashes the process sooner or later
+    (h5py/h5py#914, closed as a bug of HDF5's; seen with HDF5 2.0).
+    """
+
+    def __init__(self) -> None:
+        self.written: list[tuple[int, bytes]] = []
+        self.size = self._at = 0
+
+    def write(self, data: Any) -> int:
+        self.written.append((self._at, bytes(data)))
+        self._at += len(data)
+        self.size = max(self.size, self._at)
+        return len(data)
+
+    def readinto(self, buffer: Any) -> int:
+        found = bytearray(len(buffer))
+        for offset, data in self.written:
+            start, stop = max(offset, self._at), min(offset + len(data), self._at + len(found))
+            if start < stop:
+                found[start - self._at : stop - self._at] = data[start - offset : stop - offset]
+        buffer[:] = found
+        self._at += len(found)
+        return len(found)
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self.size}[whence]
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def truncate(self, size: int | None = None) -> int:
+        self.size = self._at if size is None else size
+        return self.size
+
+
+def _skeleton(block: int, places: Mapping[str, list[Any]], attrs: Mapping[str, Any]) -> _Skeleton:
+    """An HDF5 file with room for every dataset, each in one piece; fills in where they lie."""
     links = h5py.h5p.create(h5py.h5p.LINK_CREATE)
     links.set_create_intermediate_group(True)
     layout = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     layout.set_layout(h5py.h5d.CONTIGUOUS)
     layout.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
     layout.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
-    with h5py.File(path, "w", userblock_size=block, locking=False) as file:
+    made = _Skeleton()
+    with h5py.File(made, "w", userblock_size=block) as file:
         file.attrs.update({"schema": SCHEMA, **attrs})
         for name, place in places.items():
             kind = h5py.h5t.py_create(np.dtype(_tuples(place[2])), logical=True)
             space = h5py.h5s.create_simple((place[1],))
-            made = h5py.h5d.create(file.id, name.encode(), kind, space, layout, lcpl=links)
-            place[0] = made.get_offset() if place[1] else 0
+            dataset = h5py.h5d.create(file.id, name.encode(), kind, space, layout, lcpl=links)
+            place[0] = dataset.get_offset() if place[1] else 0
+    return made
 
 
 def _write_at(fd: int, offset: int, pieces: Sequence[Buffer]) -> None:

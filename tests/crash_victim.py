@@ -162,7 +162,7 @@ class _Victim:
             await asyncio.sleep(0)
 
     async def _attempt(self, writer: _Writer, name: str, attempt: int, before: Record | None) -> None:
-        """An attempt from its ADOPT on; perhaps it is granted anew on the way, and the old one writes on for a while."""
+        """An attempt, from its ADOPT on; perhaps it is granted anew on the way, and the old one writes on a while."""
         chance = self.chance
         step = before.step if before is not None else -1
         last = writer.append(adopt(name, attempt, before.hash if before is not None else "", step))

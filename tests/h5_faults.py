@@ -47,7 +47,7 @@ def write(paths: RunPaths) -> set[str]:
 
 
 def limited(paths: RunPaths, size: int) -> bool:
-    """Compact where no file may grow beyond `size` bytes (Python ignores SIGXFSZ: it is an error). Whether it failed."""
+    """Compact where no file may grow beyond `size` bytes (an error, as Python ignores SIGXFSZ); whether it failed."""
     _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:

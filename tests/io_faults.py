@@ -71,6 +71,10 @@ class Io:
         self.count = 0
         self.calls: list[str] = []  # those that met the fault
 
+    def synced_bytes(self, path: Path) -> int:
+        """How much of a file a sync has confirmed in this process, or was there before."""
+        return self._synced.get(path.stat().st_ino, 0)
+
     @property
     def fired(self) -> bool:
         return bool(self.calls)

@@ -1,9 +1,10 @@
 """Processes that stop at the n-th I/O call while others take over, and then go on: for n = 1, 2, … until none stops.
 
-    python stopped.py FOLDER owner|compactor|taker         prints how often one was stopped, and what came of it
+    python stopped.py FOLDER owner|compactor|sleeper|taker         prints how often one was stopped, and what came of it
 
 owner      appends; meanwhile its trajectory is granted to another node, which reads its open segment
 compactor  closes what a dead owner left open, and compacts; meanwhile a new owner of that node appends
+sleeper    a compactor that is away for so long that another takes its claim
 taker      a new owner, of what a dead one left open; meanwhile somebody else closes and compacts that
 """
 
@@ -14,6 +15,7 @@ import itertools
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,7 +25,7 @@ from io_faults import STOP, Io
 from store_parts import act, adopt, end, observe, open_log, run_folder, trajectory
 
 from hpcrl.layout import ProcessId
-from hpcrl.store.compact import compact, seal_dead_here, shards
+from hpcrl.store.compact import STALE_S, compact, seal_dead_here, shards
 from hpcrl.store.index import Store
 from hpcrl.store.log import Log
 from hpcrl.store.records import Record, prompt
@@ -157,7 +159,7 @@ class Owner(Trial):
         compact(self.paths)
 
     def afterwards(self, stopped: bool) -> None:
-        """The owner knew nothing of it and appended all: what came after the grant is off the chain, kept and counted."""
+        """The owner knew nothing, and appended all: what came after the grant is off the chain, kept and counted."""
         records = owners()
         assert {record.hash for record in records} <= set(self.expected.records)
         with Store(self.paths, open_segments=True) as store:
@@ -223,6 +225,17 @@ class Compactor(_LeftOpen):
             self.loop.close()
 
 
+class Sleeper(Compactor):
+    """The compactor is on a machine that can't be seen from here, and for so long that its claim is taken."""
+
+    def meanwhile(self) -> None:
+        for claim in self.paths.shards.glob("*.claim"):
+            claim.write_text(claim.read_text().replace(ProcessId.me().boot, "elsewhere"))
+            os.utime(claim, (time.time() - STALE_S - 60,) * 2)
+        super().meanwhile()
+        assert not segments(self.paths.log, CLOSED)
+
+
 class Taker(_LeftOpen):
     def stops(self, report: Callable[[str], None]) -> None:
         async def run() -> None:
@@ -239,7 +252,7 @@ class Taker(_LeftOpen):
 
 
 def main(folder: Path, what: str) -> None:
-    make = {"owner": Owner, "compactor": Compactor, "taker": Taker}[what]
+    make = {"owner": Owner, "compactor": Compactor, "sleeper": Sleeper, "taker": Taker}[what]
     orphans = num_shards = 0
     for at in itertools.count(1):
         trial = make(folder / str(at), at)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from io_faults import Fault, Io
 from store_parts import run_folder
 
 from hpcrl.store.ledger import (
@@ -156,3 +157,19 @@ def test_lineage_leaves_out_what_a_resume_undid(tmp_path: Path) -> None:
     assert trained_twice(lineage(paths)) == ["t1"]
     ProgressWriter(paths, None)  # from scratch
     assert lineage(paths) == []
+
+
+def test_lines_that_count_are_durable_whoever_wrote_them(tmp_path: Path) -> None:
+    paths = run_folder(tmp_path)
+    with Io(tmp_path, Fault(frozenset()), 1) as io:
+        old = LedgerWriter(paths)
+        old.append([entry("a")])
+        path = paths.ledger / "000001.jsonl"
+        whole = path.stat().st_size
+        assert io.synced_bytes(path) == whole
+        with path.open("ab") as file:  # written, and its writer died before it synced
+            file.write(path.read_bytes().splitlines(keepends=True)[-1].replace(b'"a"', b'"b"'))
+        assert io.synced_bytes(path) == whole
+        LedgerWriter(paths)
+        assert io.synced_bytes(path) == path.stat().st_size > whole
+    assert names(entries(paths)) == ["a", "b"]

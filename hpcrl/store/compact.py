@@ -75,8 +75,15 @@ def compact(paths: RunPaths, *, shard_bytes: int = SHARD_BYTES) -> Report:
             if isinstance(number, str):
                 done = _plus(done, Report(refused=number))
                 break
-            # Looked at again under the claim: another may have compacted since.
-            done = _plus(done, _compact(paths, number, _batch(fresh(), shard_bytes)))
+            try:
+                # Looked at again under the claim: another may have compacted since.
+                done = _plus(done, _compact(paths, number, _batch(fresh(), shard_bytes)))
+            except FileNotFoundError:
+                claim = _claim_path(paths, number)
+                if claim.exists():
+                    raise
+                done = _plus(done, Report(refused=f"{claim} was taken from us: we were away for too long"))
+                break
     if done.segments or done.left_over:
         sync_folder(paths.log)
     return done
@@ -150,7 +157,8 @@ def _compact(paths: RunPaths, number: int, batch: Sequence[Path]) -> Report:
         sources.append({**names, "records": len(found)})
     if not sources:
         return Report(damaged=tuple(damaged))
-    count = write_shard(_shard(paths, number), packer, sources, _provenance(paths))
+    held = _claim_path(paths, number).stat
+    count = write_shard(_shard(paths, number), packer, sources, _provenance(paths), before_publishing=held)
     for source in sources:
         (paths.log / source["name"]).unlink(missing_ok=True)
     return Report(shards=1, segments=len(sources), records=count, damaged=tuple(damaged))
@@ -158,6 +166,10 @@ def _compact(paths: RunPaths, number: int, batch: Sequence[Path]) -> Report:
 
 def _shard(paths: RunPaths, number: int) -> Path:
     return paths.shards / f"{number:06d}.h5"
+
+
+def _claim_path(paths: RunPaths, number: int) -> Path:
+    return _shard(paths, number).with_suffix(".claim")
 
 
 def _provenance(paths: RunPaths) -> dict[str, str | float]:
@@ -174,7 +186,7 @@ def _claim(paths: RunPaths) -> Iterator[int | str]:
     """A shard number of one's own, or why there is none now."""
     number = max((int(p.stem) for p in listed(paths.shards) if p.stem.isdigit()), default=0) + 1
     while True:
-        path = paths.shards / f"{number:06d}.claim"
+        path = _claim_path(paths, number)
         try:
             fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
         except FileExistsError:
@@ -194,7 +206,11 @@ def _claim(paths: RunPaths) -> Iterator[int | str]:
 
 
 def _rival(paths: RunPaths, mine: Path | None) -> str:
-    """Who holds a claim lower than mine. Claims of the dead are removed, with what they had begun to write."""
+    """Who holds a claim lower than mine. Claims of the dead are removed, with what they had begun to write.
+
+    One that was thought dead may go on: before it publishes it looks whether it has its claim. So the claim goes first,
+    then what was begun: either it sees that it lost the claim, or what it would publish is gone.
+    """
     for path in sorted(listed(paths.shards, "*.claim")):
         if mine is not None and path.stem >= mine.stem:
             continue
@@ -206,9 +222,10 @@ def _rival(paths: RunPaths, mine: Path | None) -> str:
                 lives = mine.stat().st_mtime - path.stat().st_mtime < (STALE_S if owner is not None else 10.0)
             if lives is not False:
                 return f"{path} is held by a compactor that lives or can't be seen from here"
-            for torn in listed(paths.shards, f".{path.stem}.h5.*.tmp"):
-                torn.unlink(missing_ok=True)
             path.unlink(missing_ok=True)
+    for torn in listed(paths.shards, ".*.h5.*.tmp"):
+        if not (paths.shards / torn.name.split(".")[1]).with_suffix(".claim").exists():
+            torn.unlink(missing_ok=True)
     return ""
 
 

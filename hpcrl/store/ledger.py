@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hpcrl.layout import Appender, RunPaths, by_name, listed, next_incarnation, read_lines
+from hpcrl.layout import Appender, RunPaths, by_name, listed, next_incarnation, read_lines, sync_file
 from hpcrl.types import Entry, StoreError
 
 Position = tuple[int, int]  # (incarnation, line); line 0 is the first line of the file, so entries begin at 1
@@ -126,6 +126,8 @@ class LedgerWriter(_Writer):
         last, lines = 0, 0
         if before:
             last = before[-1]
+            # Its last lines may not have been synced by whoever died then; as they count from here on, they must stay.
+            sync_file(files.path(last))
             lines = 1 + len(files.new(last))
         self._append({"follows": {"incarnation": last, "lines": lines}})
         self._lines = 1

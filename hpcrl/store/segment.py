@@ -20,7 +20,7 @@ from pathlib import Path
 
 from crc32c import crc32c
 
-from hpcrl.layout import ProcessId, by_name, listed, publish, read_from, sync_folder
+from hpcrl.layout import ProcessId, by_name, listed, publish, read_from, sync_file, sync_folder
 from hpcrl.store.records import FORMAT, FRAME, Record, Torn, raw_frame, read_frame
 from hpcrl.types import StoreError
 
@@ -83,11 +83,6 @@ def _read(path: Path, start: int = 0, size: int = -1) -> bytes:
     return by_name(read_from, path, start, size)
 
 
-def _sync(path: Path) -> None:
-    with path.open("rb") as file:
-        os.fdatasync(file.fileno())
-
-
 def read_header(path: Path) -> tuple[Header, int]:
     """The header and the offset of the first frame. Raises Torn when it isn't whole, StoreError when it isn't ours."""
     data = _read(path, 0, 4096)
@@ -133,7 +128,7 @@ def raw_segment(path: Path, start: int | None = None) -> Iterator[tuple[int, int
     base = offset
     data = memoryview(_read(path, base))
     if is_open and data:
-        by_name(_sync, path)
+        sync_file(path)
     while offset - base < len(data):
         try:
             kind, digest, payload, end = raw_frame(data, offset - base)

@@ -18,7 +18,7 @@ import io
 import json
 import mmap
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from struct import Struct
@@ -49,10 +49,16 @@ _DTYPES = {**{f"tokens/{name}": dtype for name, (dtype, _) in COLUMNS.items()}, 
 # ---- writing ------------------------------------------------------------------------------------------------------
 
 
-def write_shard(path: Path, packer: Packer, sources: Sequence[Source], attrs: Mapping[str, Any]) -> int:
+def write_shard(
+    path: Path,
+    packer: Packer,
+    sources: Sequence[Source],
+    attrs: Mapping[str, Any],
+    before_publishing: Callable[[], object] = lambda: None,
+) -> int:
     """Write, sync and rename into place; the number of records.
 
-    Raises OSError when there is no space; then nothing is at `path`.
+    Raises OSError when there is no space, or what `before_publishing` raises; then nothing is at `path`.
     """
     tables, columns = packer.pack([source["node"] for source in sources])
     tables["segments"] = table([[source[name] for name in SEGMENTS] for source in sources], SEGMENTS)
@@ -85,6 +91,7 @@ def write_shard(path: Path, packer: Packer, sources: Sequence[Source], attrs: Ma
             _write_at(fd, 0, [whole + _CRC.pack(crc32c(whole))])
         finally:
             os.close(fd)
+        before_publishing()
     return len(packer)
 
 

@@ -239,7 +239,8 @@ def _raw(paths: RunPaths, totals: Totals, problem: Callable[[str, str], None]) -
     for path in shards(paths):
         totals.files += 1
         try:
-            Shard(path).check()
+            with Shard(path) as found:
+                found.check()
             with h5py.File(path, "r") as file:
                 steps, names = file["steps"][:], file["trajectories"]["id"].tolist()
                 sources = {uid.decode() for uid in file["segments"]["uid"].tolist()}
@@ -315,7 +316,8 @@ def flip(paths: RunPaths, chance: random.Random, totals: Totals) -> list[str]:
             if path.suffix == CLOSED:
                 list(read_segment(path))
             else:
-                Shard(path).check()
+                with Shard(path) as found:
+                    found.check()
             problems.append(f"{path}: bit {bit} of byte {at} is flipped, and nothing says so")
         except StoreError:
             pass
@@ -336,11 +338,10 @@ def _payloads(path: Path, suppress: type[Exception] = OSError) -> Iterator[bytes
             for _, record in read_segment(path):
                 yield record.payload
         else:
-            found = Shard(path)
-            for row in range(len(found)):
-                with contextlib.suppress(suppress):
-                    yield found.record(row).payload
-            found.close()
+            with Shard(path) as found:
+                for row in range(len(found)):
+                    with contextlib.suppress(suppress):
+                        yield found.record(row).payload
 
 
 # ---- power cuts

@@ -180,8 +180,17 @@ class Shard:
         self._latest: tuple[int, Table] = (-1, np.empty(0, np.void))  # the fragment whose steps were read last
         try:
             self._load()
-        except (KeyError, ValueError, TypeError) as error:
-            raise error if isinstance(error, StoreError) else StoreError(f"{path}: damaged: {error}") from error
+        except BaseException as error:
+            self.close()
+            if isinstance(error, KeyError | ValueError | TypeError) and not isinstance(error, StoreError):
+                raise StoreError(f"{path}: damaged: {error}") from error
+            raise
+
+    def __enter__(self) -> Shard:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def _load(self) -> None:
         size, start = 4096, self._pread(0, 4096)
@@ -346,6 +355,5 @@ def _tuples(descr: Any) -> Any:
 
 def sources_of(path: Path) -> set[str]:
     """The uids of the segments that a shard was made from."""
-    shard = Shard(path)
-    shard.close()
-    return {text(uid) for uid in shard.sources["uid"].tolist()}
+    with Shard(path) as shard:
+        return {text(uid) for uid in shard.sources["uid"].tolist()}

@@ -53,7 +53,8 @@ def verify(paths: RunPaths) -> VerifyReport:
             problem("damaged", text)
         for path in shards(paths):
             try:
-                Shard(path).check()
+                with Shard(path) as shard:
+                    shard.check()
             except StoreError as error:
                 if path.name not in store.damaged:
                     problem("damaged", str(error))

@@ -1,0 +1,165 @@
+"""What slow syncs cost the engine: agent loops over a real log whose syncs are as slow as a shared filesystem's can be.
+
+An hour in less than a minute: a step of one second takes 10 ms, and so does everything else that is timed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hpcrl.layout import RunPaths
+from hpcrl.rollout.loop import Loop, Where
+from hpcrl.rollout.render import Renderer
+from hpcrl.sandbox.memory import MemorySandbox
+from hpcrl.store.link import LogClient, LogServer
+from hpcrl.store.log import Log
+from hpcrl.types import (
+    Generation,
+    Int32Array,
+    Message,
+    Sampling,
+    Span,
+    StepOutcome,
+    Task,
+    Ticket,
+    ToolCall,
+    ToolSpec,
+)
+
+SCALE = 0.01  # seconds here to one second there
+LOOPS, AHEAD, STEPS = 32, 8, 20
+
+
+class TimedEngine:
+    """Takes a second for every act; counts what it made."""
+
+    def __init__(self) -> None:
+        self.acts = 0
+
+    async def generate(self, ids: Int32Array, sampling: Sampling, *, request: str) -> Generation:
+        await asyncio.sleep(SCALE * random.uniform(0.5, 1.5))
+        self.acts += 1
+        made = np.arange(8, dtype=np.int32) + 10
+        spans = (Span(version=0, start=0, stop=8),)
+        return Generation(ids=made, logprobs=np.zeros(8, np.float32), spans=spans, finish_reason="stop")
+
+    async def stats(self) -> Any:
+        raise NotImplementedError("nobody asks")
+
+    async def close(self) -> None:
+        """Holds nothing."""
+
+
+class Turns:
+    """An environment of so many turns."""
+
+    def __init__(self) -> None:
+        self._left = STEPS
+
+    def tools(self) -> tuple[ToolSpec, ...]:
+        return ()
+
+    async def reset(self, sandbox: Any) -> tuple[Message, ...]:
+        return (Message.of("user", "go"),)
+
+    def parse(self, text: str) -> tuple[ToolCall, ...]:
+        return ()
+
+    async def step(self, calls: Sequence[ToolCall], sandbox: Any) -> StepOutcome:
+        self._left -= 1
+        return StepOutcome(results=(), messages=(Message.of("tool", "on"),), done=self._left == 0)
+
+    def rewards(self) -> Mapping[str, float]:
+        return {"outcome": 1.0}
+
+    def state(self) -> bytes:
+        return b""
+
+    def restore(self, state: bytes) -> None:
+        """Nothing to bring back."""
+
+
+class SlowSync:
+    """5 ms in the middle, 1 s at the 99th percentile, 30 s once an hour (log-normal between the first two)."""
+
+    def __init__(self, seconds: float) -> None:
+        self._chance = random.Random(0)
+        self._worst_at = time.monotonic() + seconds / 2
+        self.took: list[float] = []
+
+    def __call__(self, fd: int) -> None:
+        spent = 0.005 * math.exp(self._chance.gauss(0, math.log(200) / 2.326))
+        spent = min(spent, 10.0)
+        if time.monotonic() > self._worst_at:
+            spent, self._worst_at = 30.0, math.inf
+        self.took.append(spent)
+        time.sleep(spent * SCALE)
+
+
+def bench_slow_sync(root: Path, model: Path, scale: float) -> dict[str, Any]:
+    """`slow_sync_cost`: the share of the engine's acts that are lost where syncs are slow, against syncs that cost
+    nothing, turn about; each for `scale` hours of the simulated time."""
+    seconds = max(4.0, 36.0 * scale)
+    renderer = Renderer(model)
+    acts: dict[bool, list[int]] = {True: [], False: []}
+    worst = 0.0
+    for number in range(2):
+        for slow in (False, True):
+            sync = SlowSync(seconds) if slow else (lambda fd: None)
+            acts[slow].append(asyncio.run(_run(root / f"{number}-{slow}", renderer, seconds, sync)))
+            if isinstance(sync, SlowSync):
+                worst = max(worst, *sync.took)
+    return {
+        "slow_sync_cost": 1.0 - sum(acts[True]) / sum(acts[False]),
+        "slow_sync_hours": seconds / SCALE / 3600,
+        "slow_sync_worst_s": worst,
+    }
+
+
+async def _run(root: Path, renderer: Renderer, seconds: float, sync: Any) -> int:
+    """The loops of one host for so long: as many places as LOOPS, AHEAD tickets waiting beside them."""
+    paths = RunPaths(root)
+    paths.make()
+    log = Log(paths.log, "bench", segment_bytes=64 << 20, segment_age_s=60, commit_interval_s=0.5 * SCALE, sync=sync)
+    server = LogServer(log, root / "log.sock")
+    await server.start()
+    engine, places = TimedEngine(), asyncio.Semaphore(LOOPS)
+    until = time.monotonic() + seconds
+    async with LogClient(root / "log.sock") as client:
+
+        async def tickets(number: int) -> None:
+            count = 0
+            while time.monotonic() < until:
+                loop = Loop(
+                    _ticket(f"b{number}.{count}"), engine=engine, environment=Turns(), sandbox=MemorySandbox(),
+                    log=client, renderer=renderer, where=Where(node="bench", job="0", boot_id=""), slot=places,
+                )  # fmt: skip
+                await loop.run()
+                count += 1
+
+        running = [asyncio.create_task(tickets(number)) for number in range(LOOPS + AHEAD)]
+        await asyncio.sleep(seconds)
+        done = engine.acts
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+    await server.close()
+    await log.close()
+    return done
+
+
+def _ticket(trajectory: str) -> Ticket:
+    task = Task(environment="bench", payload={})
+    return Ticket(
+        trajectory=trajectory, attempt=1, kind="train", task=task, group="b", member=0, phase="rl", seed=0,
+        sampling=Sampling(temperature=1.0, max_tokens=16), max_steps=STEPS + 1, max_context=100_000, deadline_s=600.0,
+        incarnation=1,
+    )  # fmt: skip

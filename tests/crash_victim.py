@@ -100,6 +100,13 @@ def beside(paths: RunPaths, plan: Plan) -> None:
             time.sleep(0.005)
 
 
+@dataclass(frozen=True, slots=True)
+class _Unfinished:
+    attempt: int
+    head: Record
+    unsettled: list[Record]  # of its chain: what lies in open segments, whose owners may not have synced it
+
+
 class _Victim:
     def __init__(self, paths: RunPaths, plan: Plan, sockets: Path, report: int) -> None:
         self.paths, self.plan, self.sockets, self.report = paths, plan, sockets, report
@@ -118,7 +125,7 @@ class _Victim:
             )
             for node in plan.nodes
         ]
-        left = self._left_open()
+        left = self._unfinished()
         async with contextlib.AsyncExitStack() as clients, asyncio.TaskGroup() as tasks:
             for log in logs:
                 socket = self.sockets / f"{log.node}.{os.getpid()}.sock"
@@ -143,19 +150,26 @@ class _Victim:
             await asyncio.sleep(self.plan.compact_every_s)
             await asyncio.to_thread(compact, self.paths, shard_bytes=self.plan.shard_bytes)
 
-    def _left_open(self) -> list[tuple[list[Record], int]]:
-        """What control would find at a restart: the chains that have no END, and their attempts."""
+    def _unfinished(self) -> list[_Unfinished]:
+        """What control would find at a restart: trajectories that have no END."""
         with Store(self.paths, open_segments=True) as store:
-            found = [info for info in store.trajectories() if info.status == "open"]
-            return [(store.chain(info.trajectory, info.head), info.attempt) for info in found]
+            return [
+                _Unfinished(
+                    info.attempt,
+                    store.record(info.trajectory, info.head),
+                    store.unsettled(info.trajectory, info.head),
+                )
+                for info in store.trajectories()
+                if info.status == "open"
+            ]
 
-    async def _host(self, writer: _Writer, left: list[tuple[list[Record], int]]) -> None:
+    async def _host(self, writer: _Writer, left: list[_Unfinished]) -> None:
         while True:
             if left and self.chance.random() < 0.5:
-                chain, attempt = left.pop(self.chance.randrange(len(left)))
-                for record in chain[-self.chance.randrange(3) :] if self.chance.random() < 0.3 else ():
-                    writer.again(record)  # as a host does with what a lost owner may not have synced
-                await self._attempt(writer, chain[-1].trajectory, attempt + 1, chain[-1])
+                found = left.pop(self.chance.randrange(len(left)))
+                for record in found.unsettled:
+                    writer.again(record)
+                await self._attempt(writer, found.head.trajectory, found.attempt + 1, found.head)
             else:
                 self.serial += 1
                 await self._attempt(writer, f"{os.getpid()}.{self.plan.seed}.{self.serial}", 1, None)
@@ -174,6 +188,8 @@ class _Victim:
                 writer.append(start)
             ids = [chance.randrange(1 << 20) for _ in range(chance.randrange(self.plan.tokens) + 1)]
             last = writer.append(act(last, step, ids, root=start.hash if fresh else "", mark=f"{chance.random()}"))
+            if chance.random() < 0.05:
+                writer.again(last)  # as if the answer had been lost
             fresh = False
             if chance.random() < 0.3:
                 await writer.settle()

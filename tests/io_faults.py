@@ -10,6 +10,7 @@ The calls of `os` and of `open` are wrapped in this process; what C code does by
 from __future__ import annotations
 
 import builtins
+import contextlib
 import errno
 import io
 import os
@@ -66,8 +67,11 @@ class Io:
     def __init__(self, root: Path, fault: Fault, at: int) -> None:
         self._root, self._fault, self._at = os.fspath(root), fault, at
         self._lock = threading.Lock()
-        # inode -> bytes that a sync has confirmed, which for what is here already is all
-        self._synced = {path.stat().st_ino: path.stat().st_size for path in root.rglob("*")}
+        self._synced: dict[int, int] = {}  # inode -> bytes that a sync has confirmed
+        for path in root.rglob("*"):
+            with contextlib.suppress(FileNotFoundError):
+                info = path.stat()
+                self._synced[info.st_ino] = info.st_size  # what is here already counts as synced
         self.count = 0
         self.calls: list[str] = []  # those that met the fault
 

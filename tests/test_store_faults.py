@@ -283,19 +283,31 @@ async def until_clean(make: type[Trial], fault: Fault, folder: Path, *, must_go_
     raise AssertionError
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("make", [Appending, Closing, Recovering, Compacting, Scoring, Publishing])
+# Compaction has the most calls and takes the longest: most of its faults are tried in `make test-slow`.
+_QUICK = ("ENOSPC from then on", "a lost write", "a short write, then ENOSPC")
+
+
+@pytest.mark.parametrize(
+    ("make", "fault"),
+    [
+        pytest.param(make, fault, marks=pytest.mark.slow if make is Compacting and fault not in _QUICK else ())
+        for make in (Appending, Closing, Recovering, Compacting, Scoring, Publishing)
+        for fault in FAULTS
+    ],
+)
 async def test_a_fault_at_any_call(make: type[Trial], fault: str, memory: Path) -> None:
     count = await until_clean(make, FAULTS[fault], memory)
     print(f"{count} calls")
     assert count >= 1 or (make, fault) == (Recovering, "") or "write" in fault
 
 
-class Reading(Compacting):
+class Reading(Trial):
     """Read everything there is, by every reader."""
 
     async def prepare(self) -> None:
-        await super().prepare()
+        await self.write("a")
+        compact(self.paths)
+        await self.write("b")
         log = open_log(self.paths)
         await self.append(log, trajectory("d", steps=STEPS))  # and leave it open
         LedgerWriter(self.paths).append([entry("a"), entry("b")])
@@ -303,10 +315,10 @@ class Reading(Compacting):
         publish_json(self.paths.heartbeat, {"is": "there"})
 
     async def run(self) -> None:
-        heads = {name: trajectory(name, steps=STEPS)[-1].hash for name in "abcd"}
+        heads = {name: trajectory(name, steps=STEPS)[-1].hash for name in "abd"}
         with Store(RunPaths.of(self.paths.root), open_segments=True) as store:
             assert sorted(store.names()) == list(heads) and not store.damaged
-            assert len(store.summary()) == 4 and len(store.rewards()) == 4
+            assert len(store.summary()) == 3 and len(store.rewards()) == 3
             for name, head in heads.items():
                 assert [record.hash for record in store.chain(name, head)] == [
                     record.hash for record in trajectory(name, steps=STEPS)[1:]
@@ -339,7 +351,7 @@ def test_no_write_of_a_shard_that_fails_ends_the_process(memory: Path) -> None:
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     counts = json.loads(done.stdout)
-    assert len(counts) == (9 if compiler else 1) and min(counts.values()) > 20, counts
+    assert len(counts) == (5 if compiler else 1) and min(counts.values()) > 20, counts
 
 
 @pytest.mark.parametrize("make", [Appending, Recovering, Compacting, Scoring, Publishing])
@@ -358,4 +370,4 @@ async def test_every_reader_survives_estale(fault: Fault, memory: Path) -> None:
         if not io.fired:
             break
     print(at - 1, "calls")
-    assert at > (200 if fault is STALE_READ else 2)
+    assert at > (100 if fault is STALE_READ else 1)

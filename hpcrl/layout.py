@@ -95,6 +95,20 @@ class RunPaths:
         return self.root / "shards"
 
     @property
+    def damaged_shards(self) -> Path:
+        """Where `store repair` puts what it has rescued all from."""
+        return self.shards / "damaged"
+
+    @property
+    def pruned(self) -> Path:
+        """Which shards `store prune` removed, and when."""
+        return self.shards / "pruned.json"
+
+    @property
+    def damaged_log(self) -> Path:
+        return self.log / "damaged"
+
+    @property
     def ledger(self) -> Path:
         return self.root / "ledger"
 
@@ -116,6 +130,14 @@ class RunPaths:
     @property
     def checkpoints(self) -> Path:
         return self.root / "checkpoints"
+
+    def checkpoint(self, update: int) -> Path:
+        return self.checkpoints / f"update-{update:06d}"
+
+    def checkpointed(self) -> list[int]:
+        """The updates that there are checkpoints of, whole or damaged, the newest first."""
+        names = [path.name.removeprefix("update-") for path in self.checkpoints.glob("update-*")]
+        return sorted((int(name) for name in names if name.isdigit()), reverse=True)
 
     @property
     def evals(self) -> Path:

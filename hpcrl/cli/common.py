@@ -8,6 +8,10 @@ from typing import Annotated
 
 import typer
 
+from hpcrl import launch
+from hpcrl.layout import RunPaths
+from hpcrl.types import ConfigError
+
 Sets = Annotated[
     list[str] | None,
     typer.Option(
@@ -24,3 +28,10 @@ AsJson = Annotated[bool, typer.Option("--json", help="One JSON object.")]
 def fail(message: str) -> int:
     print(f"hpcrl: {message}", file=sys.stderr)
     return 2
+
+
+def refuse_running(paths: RunPaths) -> None:
+    """Raises ConfigError while any job of the run lives."""
+    alive = [f"{job.role}-{job.index} (job {job.id})" for job in launch.jobs(paths) if job.alive]
+    if alive:
+        raise ConfigError(f"{paths.root}: is running: {', '.join(alive)}; `hpcrl stop {paths.root}` first")

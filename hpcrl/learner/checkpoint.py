@@ -44,13 +44,9 @@ class Position:
     progress: int  # incarnation of the progress file that holds this update's row
 
 
-def folder_of(paths: RunPaths, update: int) -> Path:
-    return paths.checkpoints / f"update-{update:06d}"
-
-
 def save(paths: RunPaths, policy: Policy, optimizer: torch.optim.Optimizer, position: Position, keep: int) -> None:
     """Write a checkpoint durably and remove those beyond the newest `keep`. A collective of all ranks."""
-    final = folder_of(paths, position.update)
+    final = paths.checkpoint(position.update)
     temporary = final.with_name(final.name + ".tmp")
     rank = dist.get_rank()
     if rank == 0:
@@ -71,9 +67,10 @@ def save(paths: RunPaths, policy: Policy, optimizer: torch.optim.Optimizer, posi
         shutil.rmtree(final, ignore_errors=True)
         temporary.rename(final)
         sync_folder(paths.checkpoints)
-        left = [folder for folder in _folders(paths) if folder > final]  # damaged, or of a lineage that was left
-        for old in [*left, *_folders(paths)[len(left) + keep :]]:
-            shutil.rmtree(old, ignore_errors=True)
+        there = paths.checkpointed()
+        left = [update for update in there if update > position.update]  # damaged, or of a lineage that was left
+        for old in [*left, *there[len(left) + keep :]]:
+            shutil.rmtree(paths.checkpoint(old), ignore_errors=True)
     dist.barrier()
 
 
@@ -86,14 +83,10 @@ def _settle(path: Path) -> FileEntry:
     return hash_file(path)
 
 
-def _folders(paths: RunPaths) -> list[Path]:
-    found = [path for path in paths.checkpoints.glob("update-*") if path.name.removeprefix("update-").isdigit()]
-    return sorted(found, reverse=True)
-
-
 def newest_whole(paths: RunPaths) -> tuple[Path, Position] | None:
     """The newest checkpoint whose every file is as it was written; damaged ones are logged and passed over."""
-    for folder in _folders(paths):
+    for update in paths.checkpointed():
+        folder = paths.checkpoint(update)
         try:
             return folder, _check(folder)
         except StoreError as error:

@@ -5,6 +5,8 @@
 A shard lists the segments that it was made from, so those that a crash left behind are known, never read twice, and
 unlinked by the next run. A number belongs to whoever made its claim (O_EXCL) and never comes back, so nobody can
 rename a shard over another's. Of two claims by living processes the lower wins.
+
+The one place where MPI is: batches may be dealt out to its ranks.
 """
 
 from __future__ import annotations
@@ -15,18 +17,20 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+import traceback
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from importlib import metadata
 from pathlib import Path
+from typing import Any, Protocol
 
 from hpcrl.layout import ProcessId, RunPaths, by_name, listed, sync_folder
 from hpcrl.store.pack import Packer
-from hpcrl.store.records import Torn, split
+from hpcrl.store.records import Torn, find_frame, raw_frame, split
 from hpcrl.store.segment import CLOSED, OPEN, name_parts, raw_segment, read_header, recover, segments
 from hpcrl.store.shard import Source, sources_of, write_shard
-from hpcrl.types import StoreError
+from hpcrl.types import ConfigError, StoreError
 
 logger = logging.getLogger(__name__)
 
@@ -44,48 +48,151 @@ class Report:
     refused: str = ""  # why nothing was done: another compactor is at work
 
 
-def compact(paths: RunPaths, *, shard_bytes: int = SHARD_BYTES) -> Report:
+class Comm(Protocol):
+    """Of an MPI communicator, what is used here."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    def allgather(self, sendobj: Any) -> list[Any]: ...
+
+
+class Alone:
+    """The one rank where there are no others."""
+
+    rank, size = 0, 1
+
+    def allgather(self, sendobj: Any) -> list[Any]:
+        return [sendobj]
+
+
+def mpi() -> Comm:
+    """All ranks of this MPI job. Raises ConfigError when there is no MPI, or ranks that don't know of each other."""
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        first = str(error).partition("\n")[0]
+        raise ConfigError(
+            f"--mpi: needs mpi4py and an MPI library, `pip install 'hpcrl[mpi]' mpich` ({first})"
+        ) from error
+    told = {name: os.environ.get(name, "") for name in ("PMI_SIZE", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")}
+    several = [f"{name}={value}" for name, value in told.items() if value.isdigit() and int(value) > 1]
+    comm: Comm = MPI.COMM_WORLD
+    if comm.size == 1 and several:
+        raise ConfigError(
+            f"--mpi: {several[0]}, but this process came up as an MPI job of its own: its MPI doesn't understand this "
+            "launcher; try `srun --mpi=pmi2` (`srun --mpi=list` names what there is), or leave out --mpi"
+        )
+    return comm
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Plan:
+    left_over: int
+    refused: str = ""
+    number: int = 0  # of the first batch's shard, which is claimed
+    batches: Sequence[Sequence[Path]] = ()
+
+
+def compact(paths: RunPaths, *, shard_bytes: int = SHARD_BYTES, comm: Comm | None = None) -> Report:
     """Move every closed segment into shards; a damaged one stays where it is and is reported.
+
+    With a `comm` of several ranks each of them calls this, and gets the report of all. Rank 0 plans, and its claim
+    stands for all; the batches are dealt out in turn, so that the shards are those that one rank makes. What goes
+    wrong on one is raised on all.
 
     Raises StoreError when a shard's list of sources can't be read, OSError when the disk is full.
     """
+    comm = comm or Alone()
     done = Report()
     sources: dict[Path, set[str]] = {}
-
-    def fresh() -> list[Path]:
-        """The segments that are in no shard and not damaged; those that are in one go."""
-        nonlocal done
-        sources.update({path: sources_of(path) for path in shards(paths) if path not in sources})
-        found = []
-        for path in segments(paths.log, CLOSED):
-            with contextlib.suppress(FileNotFoundError):  # another compactor's now
-                uid = _uid(path)
-                if any(uid in uids for uids in sources.values()):
-                    path.unlink(missing_ok=True)
-                    done = _plus(done, Report(left_over=1))
-                elif str(path) not in done.damaged:
-                    found.append(path)
-        return found
-
     while True:
-        if not fresh():
-            _rival(paths, None)
+        with contextlib.ExitStack() as held:
+            work = _nothing if comm.rank else _plan
+            plan = _together(comm, work, paths, sources, done.damaged, shard_bytes, held)[0]
+            done = _plus(done, Report(left_over=plan.left_over, refused=plan.refused))
+            mine = list(enumerate(plan.batches))[comm.rank :: comm.size]
+            for report in _together(comm, _compact_all, paths, plan.number, mine):
+                done = _plus(done, report)
+        if done.refused or not plan.batches:
             break
-        with _claim(paths) as number:
-            if isinstance(number, str):
-                done = _plus(done, Report(refused=number))
-                break
-            try:
-                # Looked at again under the claim: another may have compacted since.
-                done = _plus(done, _compact(paths, number, _batch(fresh(), shard_bytes)))
-            except FileNotFoundError:
-                claim = _claim_path(paths, number)
-                if claim.exists():
-                    raise
-                done = _plus(done, Report(refused=f"{claim} was taken from us: we were away for too long"))
-                break
-    if done.segments or done.left_over:
+    if comm.rank == 0 and (done.segments or done.left_over):
         sync_folder(paths.log)
+    return done
+
+
+def _together(comm: Comm, work: Callable[..., Any], *args: Any) -> list[Any]:
+    """What `work` gives on each rank, on every rank; what it raises on any, on all of them."""
+    result: Any = None
+    failure: Exception | None = None
+    try:
+        result = work(*args)
+    except (StoreError, OSError) as error:
+        failure = error
+    except Exception:
+        if comm.size == 1:
+            raise
+        failure = RuntimeError(f"rank {comm.rank}: {traceback.format_exc()}")  # may be none that can be sent
+    found = comm.allgather((result, failure))
+    for _, failed in found:
+        if failed is not None:
+            raise failed
+    return [each for each, _ in found]
+
+
+def _nothing(*_: object) -> None:
+    pass
+
+
+def _plan(
+    paths: RunPaths, sources: dict[Path, set[str]], damaged: Sequence[str], shard_bytes: int, held: contextlib.ExitStack
+) -> _Plan:
+    """What is to do now. Unlinks segments that a shard has already; the claim stays in `held`."""
+    fresh, left_over = _fresh(paths, sources, damaged)
+    if not fresh:
+        _rival(paths, None)
+        return _Plan(left_over=left_over)
+    number = held.enter_context(claim(paths))
+    if isinstance(number, str):
+        return _Plan(left_over=left_over, refused=number)
+    fresh, more = _fresh(paths, sources, damaged)  # again, under the claim: another may have compacted since
+    return _Plan(left_over=left_over + more, number=number, batches=_batches(fresh, shard_bytes))
+
+
+def _fresh(paths: RunPaths, sources: dict[Path, set[str]], damaged: Sequence[str]) -> tuple[list[Path], int]:
+    """The segments that are in no shard and not damaged; those that are in one go: how many."""
+    sources |= {path: sources_of(path) for path in shards(paths) if path not in sources}
+    found: list[Path] = []
+    left_over = 0
+    for path in segments(paths.log, CLOSED):
+        with contextlib.suppress(FileNotFoundError):  # another compactor's now
+            uid = _uid(path)
+            if any(uid in uids for uids in sources.values()):
+                path.unlink(missing_ok=True)
+                left_over += 1
+            elif str(path) not in damaged:
+                found.append(path)
+    return found, left_over
+
+
+def _compact_all(paths: RunPaths, first: int, batches: Sequence[tuple[int, Sequence[Path]]]) -> Report:
+    done = Report()
+    for index, batch in batches:
+        number = first + index
+        with contextlib.nullcontext() if not index else _claim_this(paths, number) as refused:
+            if refused:
+                done = _plus(done, Report(refused=refused))
+                continue
+            try:
+                done = _plus(done, _compact(paths, number, batch))
+            except FileNotFoundError:
+                path = _claim_path(paths, number)
+                if path.exists():
+                    raise
+                done = _plus(done, Report(refused=f"{path} was taken from us: we were away for too long"))
     return done
 
 
@@ -118,6 +225,46 @@ def seal_dead_here(paths: RunPaths) -> list[Path]:
     return [path for path in sealed if path is not None]
 
 
+def seal(paths: RunPaths, gone: Collection[str] = ()) -> list[Path]:
+    """Close all open segments of a run that isn't running; the closed segments. `gone`: nodes whose owner has ended,
+    as the caller knows (their job has ended).
+
+    Raises StoreError, and closes none, while an owner lives or can't be seen from here; or where whole records lie
+    behind damage, which closing would cut off.
+    """
+    headless = set()
+    for path in segments(paths.log, OPEN):
+        try:
+            header, start = read_header(path)
+        except Torn:
+            headless.add(path)  # nothing in it was acknowledged; its owner may be about to write
+            continue
+        except FileNotFoundError:
+            continue
+        owner, node = header.owner, header.node
+        lives = False if node in gone else owner.lives()
+        if lives:
+            raise StoreError(f"{path}: its owner, process {owner.pid} on node {node}, lives; stop the run first")
+        if lives is None:
+            raise StoreError(
+                f"{path}: its owner, process {owner.pid} on node {node}, can't be seen from here (another machine, or "
+                f"before a reboot); where its job has surely ended, say so with `--gone {node}`"
+            )
+        _refuse_damage(path, start)
+    known = {name_parts(path)[0] for path in segments(paths.log, OPEN) if path not in headless} | set(gone)
+    return seal_dead(paths, lambda node: node not in known)
+
+
+def _refuse_damage(path: Path, start: int) -> None:
+    data = path.read_bytes()
+    end = start
+    with contextlib.suppress(Torn):
+        while end < len(data):
+            *_, end = raw_frame(memoryview(data), end)
+    if end < len(data) and find_frame(data, end) is not None:
+        raise StoreError(f"{path}: damaged at byte {end}, whole records lie behind; `hpcrl store repair` rescues them")
+
+
 def _uid(path: Path) -> str:
     """Of a closed segment; "" when its header is damaged. Raises FileNotFoundError when it is gone."""
     try:
@@ -126,16 +273,18 @@ def _uid(path: Path) -> str:
         return ""
 
 
-def _batch(fresh: Sequence[Path], shard_bytes: int) -> list[Path]:
-    """The first segments that fit one shard (at least one)."""
-    batch: list[Path] = []
+def _batches(fresh: Sequence[Path], shard_bytes: int) -> list[list[Path]]:
+    """Segments in their order, as many as fit one shard (at least one) in each batch."""
+    batches: list[list[Path]] = []
     total = 0
     for path in fresh:
-        total += by_name(path.stat).st_size
-        if batch and total > shard_bytes:
-            break
-        batch.append(path)
-    return batch
+        size = by_name(path.stat).st_size
+        total += size
+        if not batches or total > shard_bytes:
+            batches.append([])
+            total = size
+        batches[-1].append(path)
+    return batches
 
 
 def _compact(paths: RunPaths, number: int, batch: Sequence[Path]) -> Report:
@@ -158,21 +307,17 @@ def _compact(paths: RunPaths, number: int, batch: Sequence[Path]) -> Report:
     if not sources:
         return Report(damaged=tuple(damaged))
     held = _claim_path(paths, number).stat
-    count = write_shard(_shard(paths, number), packer, sources, _provenance(paths), before_publishing=held)
+    count = write_shard(shard_path(paths, number), packer, sources, provenance(paths), before_publishing=held)
     for source in sources:
         (paths.log / source["name"]).unlink(missing_ok=True)
     return Report(shards=1, segments=len(sources), records=count, damaged=tuple(damaged))
 
 
-def _shard(paths: RunPaths, number: int) -> Path:
+def shard_path(paths: RunPaths, number: int) -> Path:
     return paths.shards / f"{number:06d}.h5"
 
 
-def _claim_path(paths: RunPaths, number: int) -> Path:
-    return _shard(paths, number).with_suffix(".claim")
-
-
-def _provenance(paths: RunPaths) -> dict[str, str | float]:
+def provenance(paths: RunPaths) -> dict[str, str | float]:
     config = by_name(paths.config.read_bytes) if paths.config.is_file() else b""
     return {
         "hpcrl_version": metadata.version("hpcrl"),
@@ -182,27 +327,39 @@ def _provenance(paths: RunPaths) -> dict[str, str | float]:
 
 
 @contextlib.contextmanager
-def _claim(paths: RunPaths) -> Iterator[int | str]:
+def claim(paths: RunPaths) -> Iterator[int | str]:
     """A shard number of one's own, or why there is none now."""
-    number = max((int(p.stem) for p in listed(paths.shards) if p.stem.isdigit()), default=0) + 1
+    stems = [path.stem for folder in (paths.shards, paths.damaged_shards) for path in listed(folder, "*.*")]
+    number = max((int(stem) for stem in stems if stem.isdigit()), default=0)
     while True:
-        path = _claim_path(paths, number)
-        try:
-            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
-        except FileExistsError:
-            number += 1
-            continue
-        try:
-            os.write(fd, json.dumps(asdict(ProcessId.me())).encode())
-            os.close(fd)
-            if _shard(paths, number).exists():  # its maker published, and dropped its claim, since we looked
-                number += 1
-                path.unlink()
-                continue
-            yield _rival(paths, path) or number
-        finally:
-            path.unlink(missing_ok=True)
+        number += 1
+        with _claim_this(paths, number) as taken:
+            if not taken:
+                yield _rival(paths, _claim_path(paths, number)) or number
+                return
+
+
+@contextlib.contextmanager
+def _claim_this(paths: RunPaths, number: int) -> Iterator[str]:
+    """Hold the claim of this number; the path of what stands against that, "" when it is held."""
+    path = _claim_path(paths, number)
+    text = json.dumps(asdict(ProcessId.me())).encode()  # ready, since an empty claim says nothing of its maker
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+    except FileExistsError:
+        yield f"{path} is held by another compactor"
         return
+    try:
+        os.write(fd, text)
+        os.close(fd)
+        # Its maker may have published, and dropped its claim, since we looked.
+        yield f"{shard_path(paths, number)} exists" if shard_path(paths, number).exists() else ""
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def _claim_path(paths: RunPaths, number: int) -> Path:
+    return paths.shards / f"{number:06d}.claim"
 
 
 def _rival(paths: RunPaths, mine: Path | None) -> str:

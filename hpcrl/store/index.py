@@ -520,6 +520,21 @@ class Store:
                 if row.hash in self._metas:
                     yield trajectory, row, self._metas[row.hash]
 
+    def shard(self, name: str) -> Shard:
+        return self._keep_open(self._shards[name])
+
+    def places(self, trajectory: str) -> Sequence[Place]:
+        """Its fragments in shards."""
+        return self._places.get(trajectory, ())
+
+    def is_fresh(self, trajectory: str) -> bool:
+        """Whether any of its records is in no shard yet."""
+        return trajectory in self._fresh
+
+    def fresh_roots(self) -> set[str]:
+        """The prompts that records name which are in no shard yet."""
+        return {row.root for rows in self._fresh.values() for row in rows.values() if row.root}
+
     def info(self, trajectory: str) -> TrajectoryInfo | None:
         """None when no record of its chain is here. Reads its rows: for all trajectories, `summary` is quicker."""
         chain = self._chain_of(trajectory)

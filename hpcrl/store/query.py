@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -10,11 +12,12 @@ import pandas as pd
 
 from hpcrl.store.records import Kind
 from hpcrl.store.rows import Table, number, text
-from hpcrl.types import ConfigError
+from hpcrl.types import ConfigError, State
 
 if TYPE_CHECKING:
     from hpcrl.store.index import Store
 
+STATUSES = (*(state.value for state in State if state.terminal), "open")
 _FEW = ("status", "fault", "kind", "environment", "task_kind", "phase", "node")  # columns of few different values
 # What `Store.query` takes: keyword -> (column, comparison).
 CONDITIONS: Mapping[str, tuple[str, str]] = {
@@ -71,6 +74,35 @@ def rewards(store: Store) -> pd.DataFrame:
     return found.drop_duplicates(ignore_index=True).astype({"late": bool})
 
 
+def moment(text: str) -> float:
+    """Seconds since 1970 of an ISO 8601 time (without an offset: this machine's), or of such seconds.
+
+    >>> moment("1970-01-02T00:00:00Z"), moment("86400.5")
+    (86400.0, 86400.5)
+    """
+    try:
+        seconds = float(text)
+    except ValueError:
+        try:
+            return datetime.fromisoformat(text.strip()).timestamp()
+        except ValueError:
+            seconds = math.nan
+    if not math.isfinite(seconds):
+        raise ConfigError(
+            f"{text!r}: no time; give ISO 8601 (2026-03-01T12:30, 2026-03-01T12:30+02:00) or seconds since 1970"
+        )
+    return seconds
+
+
+def as_rows(frame: pd.DataFrame) -> list[dict[str, Any]]:
+    """A table as JSON knows it: what is no number (nan, infinity) is None."""
+
+    def plain(value: Any) -> Any:
+        return None if isinstance(value, float) and not math.isfinite(value) else value
+
+    return [{str(name): plain(value) for name, value in row.items()} for row in frame.to_dict("records")]
+
+
 def decoded(table: Table) -> pd.DataFrame:
     """A shard's table with its strings as text."""
     values = {name: table[name] for name in table.dtype.names or ()}
@@ -94,6 +126,8 @@ def query(made: pd.DataFrame, conditions: Mapping[str, Any]) -> pd.DataFrame:
             continue
         if name not in CONDITIONS:
             raise ConfigError(f"query: no condition {name!r}; there are: {', '.join([*CONDITIONS, 'version'])}")
+        if name == "status" and (wrong := {value} - {*STATUSES} if isinstance(value, str) else {*value} - {*STATUSES}):
+            raise ConfigError(f"query: no status {min(wrong)!r}; there are: {', '.join(STATUSES)}")
         column, comparison = CONDITIONS[name]
         series = made[column]
         match comparison:

@@ -70,7 +70,8 @@ TRAJECTORIES: Mapping[str, str] = {
     "duration_s": "<f8",  # of the attempt that ended; nan without
 }
 FRAGMENT: Mapping[str, str] = {"first_row": "<i8", "num_rows": "<i4", "crc_rows": "<u4"}  # in shards, besides
-_IDENTITY = ("kind", "environment", "task", "task_kind", "group", "phase")
+# What ADOPT alone says, so that a fragment without it lacks that.
+IDENTITY = ("kind", "environment", "task", "task_kind", "group", "phase")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,7 +208,7 @@ def merge(tables: Sequence[Table]) -> Table:
     namer = np.full(len(counts), -1)
     namer[inverse[named]] = named
     lacking = many[(merged["kind"][many] == b"") & (namer[many] >= 0)]
-    for name in _IDENTITY:
+    for name in IDENTITY:
         merged[name][lacking] = whole[name][namer[lacking]]
     walls = np.full(len(counts), np.inf)
     np.fmin.at(walls, inverse, whole["wall"])

@@ -21,7 +21,7 @@ from pathlib import Path
 from crc32c import crc32c
 
 from hpcrl.layout import ProcessId, by_name, listed, publish, read_from, sync_file, sync_folder
-from hpcrl.store.records import FORMAT, FRAME, Record, Torn, raw_frame, read_frame
+from hpcrl.store.records import FORMAT, FRAME, NewerError, Record, Torn, raw_frame, read_frame
 from hpcrl.types import StoreError
 
 logger = logging.getLogger(__name__)
@@ -99,7 +99,7 @@ def read_header(path: Path) -> tuple[Header, int]:
         raise Torn("header's checksum differs")
     row = json.loads(text)
     if row["format"] > FORMAT:
-        raise StoreError(f"{path}: format {row['format']}; this hpcrl reads up to {FORMAT}: use a newer one")
+        raise NewerError(f"{path}: format {row['format']}; this hpcrl reads up to {FORMAT}: use a newer one")
     return Header(**{**row, "owner": ProcessId(**row["owner"])}), start + size + _U32.size
 
 

@@ -1,7 +1,13 @@
-"""Is a run's store sound? Every record is read, and everything that should agree is compared."""
+"""Is a run's store sound? Everything that should agree is compared.
+
+Without `deep` what the index is made of is read: directories, tables and rows of shards, whole segments, of each
+trajectory what began and ended it, ledger and progress. With `deep` every byte of every file, and every record: its
+hash, and the fields that it must have.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from hpcrl.layout import RunPaths
@@ -9,6 +15,7 @@ from hpcrl.store.compact import shards
 from hpcrl.store.index import Store
 from hpcrl.store.ledger import entries, lineage, trained_twice
 from hpcrl.store.records import CHAINED, missing
+from hpcrl.store.rows import Row
 from hpcrl.store.segment import CLOSED, OPEN, segments
 from hpcrl.store.shard import Shard
 from hpcrl.types import StoreError
@@ -23,15 +30,17 @@ class VerifyReport:
     shards: int
     segments: int  # closed and open
     records: int
+    records_read: int  # all of them when `deep`
     trajectories: int
     open_trajectories: int
     orphans: int  # records of lower attempts, off the chain
     damaged: int  # files and records whose checksum or hash differs
     missing_parents: int  # records whose parent, or whose root prompt, isn't here
     out_of_order: int  # records acknowledged before their parent
-    lacking_fields: int  # records without a field that docs/store-format.md requires
+    lacking_fields: int  # of the records read: fields that docs/store-format.md requires
     ledger_entries: int
     ledger_heads_missing: int
+    ledger_heads_pruned: int  # of trained trajectories that `store prune` removed
     updates: int  # of the lineage that made the present weights
     trained_twice: int  # trajectories in two of these
     problems: tuple[str, ...]
@@ -41,8 +50,8 @@ class VerifyReport:
         return not self.problems
 
 
-def verify(paths: RunPaths) -> VerifyReport:
-    """Read every record and check it, its place on the chain, and the ledger and progress against the store."""
+def verify(paths: RunPaths, *, deep: bool = False) -> VerifyReport:
+    """Compare records, chains, ledger and progress; with `deep`, read every byte of them."""
     problems: dict[str, list[str]] = {}
 
     def problem(kind: str, text: str) -> None:
@@ -54,12 +63,15 @@ def verify(paths: RunPaths) -> VerifyReport:
         for path in shards(paths):
             try:
                 with Shard(path) as shard:
-                    shard.check()
+                    if deep:
+                        shard.check()
+                    for name in ("rewards", "transitions"):
+                        shard.whole(name)
             except StoreError as error:
                 if path.name not in store.damaged:
                     problem("damaged", str(error))
         prompts = store.prompts()
-        num_records = trajectories = open_trajectories = orphans = 0
+        num_records = num_read = trajectories = open_trajectories = orphans = 0
         for trajectory in ("", *store.names()):
             try:
                 rows = store.rows(trajectory) if trajectory else prompts
@@ -74,15 +86,10 @@ def verify(paths: RunPaths) -> VerifyReport:
                 orphans += info.num_orphans
             for row in rows.values():
                 label = f"{row.kind.name} {row.hash} of {trajectory or 'a prompt'}"
-                try:
-                    record = store.record(trajectory, row.hash)
-                except (StoreError, OSError) as error:
-                    problem("damaged", str(error))
-                    continue
-                if record.true_hash != row.hash:
-                    problem("damaged", f"{label}: its hash differs, {record.true_hash}")
-                for key in missing(record):
-                    problem("lacking", f"{label}: no field {key}")
+                if deep:
+                    num_read += 1
+                    for kind, text in _read(store, trajectory, row, label):
+                        problem(kind, text)
                 for name, hash, known in (("parent", row.parent, rows), ("root", row.root, prompts)):
                     if hash and hash not in known:
                         problem("parents", f"{label}: its {name} {hash} is missing")
@@ -90,17 +97,21 @@ def verify(paths: RunPaths) -> VerifyReport:
                 together = parent is not None and row.kind in CHAINED and parent.node == row.node
                 if together and parent and (parent.segment, parent.offset) > (row.segment, row.offset):
                     problem("order", f"{label}: was stored before its parent")
-        ledger = entries(paths)
+        ledger, updates = entries(paths), lineage(paths)
+        trained = {trajectory for row in updates for trajectory in row.trajectories} if paths.pruned.exists() else ()
+        pruned = 0
         for position, entry in ledger:
-            if not store.complete(entry.trajectory, entry.head):
+            if entry.trajectory in trained and not store.rows(entry.trajectory):
+                pruned += 1
+            elif not store.complete(entry.trajectory, entry.head):
                 problem("heads", f"ledger {position}: head {entry.head} of {entry.trajectory} is missing")
-    updates = lineage(paths)
     for trajectory in trained_twice(updates):
         problem("twice", f"{trajectory}: trained twice")
     return VerifyReport(
         shards=len(shards(paths)),
         segments=len(segments(paths.log, CLOSED)) + len(segments(paths.log, OPEN)),
         records=num_records,
+        records_read=num_read,
         trajectories=trajectories,
         open_trajectories=open_trajectories,
         orphans=orphans,
@@ -110,7 +121,21 @@ def verify(paths: RunPaths) -> VerifyReport:
         lacking_fields=len(problems.get("lacking", ())),
         ledger_entries=len(ledger),
         ledger_heads_missing=len(problems.get("heads", ())),
+        ledger_heads_pruned=pruned,
         updates=len(updates),
         trained_twice=len(problems.get("twice", ())),
         problems=tuple(text for texts in problems.values() for text in texts[:_SHOWN]),
     )
+
+
+def _read(store: Store, trajectory: str, row: Row, label: str) -> Iterator[tuple[str, str]]:
+    """(kind, text) of what is wrong with one record itself."""
+    try:
+        record = store.record(trajectory, row.hash)
+    except (StoreError, OSError) as error:
+        yield "damaged", str(error)
+        return
+    if record.true_hash != row.hash:
+        yield "damaged", f"{label}: its hash differs, {record.true_hash}"
+    for key in missing(record):
+        yield "lacking", f"{label}: no field {key}"

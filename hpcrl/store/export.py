@@ -1,0 +1,247 @@
+"""Trajectories for other programs: as JSON lines, or as Parquet. The one place where pyarrow is.
+
+    jsonl     trajectories.jsonl: one object per trajectory, its steps and scores within
+    parquet   trajectories.parquet, steps.parquet, rewards.parquet: flat tables; what has no fixed shape (tools with
+              their schemas, calls with their arguments, parts, results, task) is JSON in a string, lest Arrow makes one
+              type of all of them and pads each with the others' fields
+
+docs/store.md lists the fields. What is no number (nan) is null in both.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from hpcrl.layout import RunPaths, publishing
+from hpcrl.store.index import Store
+from hpcrl.store.records import COLUMNS, Kind, Record
+from hpcrl.store.rows import TRAJECTORIES, number
+from hpcrl.types import ConfigError, Int32Array, StoreError
+
+Format = Literal["jsonl", "parquet"]
+Decode = Callable[[Int32Array], str]
+Fields = Mapping[str, Any]
+
+# Column -> type: those of numpy, "S" a string, "J" JSON in a string, "[…" a list.
+_TRAJECTORY = {
+    "trajectory": "S",
+    **{name: kind for name, kind in TRAJECTORIES.items() if name != "id"},
+    "task": "J",
+    "task_id": "S",
+    "seed": "<i8",
+    "sampling": "J",
+}
+_STEP = {
+    "trajectory": "S",
+    "attempt": "<i4",
+    "step": "<i4",
+    "wall": "<f8",
+    "prompt": "S",
+    "text": "S",
+    "finish_reason": "S",
+    "tools": "J",
+    "calls": "J",
+    "observation": "S",
+    "parts": "J",
+    "results": "J",
+    "fault": "J",
+    "done": "?",
+    "truncated": "S",
+    "queue_s": "<f8",
+    "duration_s": "<f8",
+    "prompt_ids": "[<i4",
+    **{name: f"[{dtype.str}" for name, (dtype, _) in COLUMNS.items()},
+}
+_REWARD = {"trajectory": "S", "step": "<i4", "source": "S", "value": "<f8", "wall": "<f8", "late": "?"}
+_TOKENS = 4 << 20  # in memory before they are written, and so in one row group
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exported:
+    files: tuple[str, ...]
+    trajectories: int
+    steps: int
+    left_out: tuple[str, ...]  # trajectories that can't be read whole, each with the reason
+
+
+def export(paths: RunPaths, folder: Path, format: Format, decode: Decode | None = None) -> Exported:
+    """Every trajectory's chain into new files in `folder`. `decode`: token ids [T] to text; without, texts are null.
+
+    Raises ConfigError when a file is there already.
+    """
+    names = ("trajectories.jsonl",) if format == "jsonl" else tuple(f"{name}.parquet" for name in _TABLES)
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in names:
+        if (folder / name).exists():
+            raise ConfigError(f"{folder / name}: exists; give another folder")
+    left_out: list[str] = []
+    trajectories = steps = 0
+    with contextlib.ExitStack() as stack:
+        store = stack.enter_context(Store(paths, open_segments=True))
+        left_out += store.damaged.values()
+        opened = [stack.enter_context(publishing(folder / name)) for name in names]
+        sink: _Jsonl | _Parquet = _Jsonl(opened[0]) if format == "jsonl" else _Parquet(opened)
+        stack.callback(sink.close)
+        frame = store.query()
+        for values in frame.itertuples(index=False, name=None):
+            summary: Fields = dict(zip(frame.columns, values, strict=True))
+            try:
+                whole = _whole(store, summary, decode)
+            except (StoreError, KeyError) as error:
+                left_out.append(f"{summary['trajectory']}: {error}")
+                continue
+            sink.add(*whole)
+            trajectories += 1
+            steps += len(whole[1])
+    files = tuple(str(folder / name) for name in names)
+    return Exported(files=files, trajectories=trajectories, steps=steps, left_out=tuple(left_out))
+
+
+# ---- what is exported ---------------------------------------------------------------------------------------------
+
+
+def _whole(store: Store, summary: Fields, decode: Decode | None) -> tuple[Fields, list[Fields], list[Fields]]:
+    """A trajectory, its steps, its scores."""
+    trajectory = summary["trajectory"]
+    records = {record.hash: record for record in store.records(trajectory)}
+    chain = [records[receipt.hash] for receipt in store.receipts(trajectory)]
+    if not chain:
+        raise StoreError("none of its chain is here")
+    if chain[0].parent:
+        raise StoreError(f"no record {chain[0].parent}, the parent of {chain[0].hash}")
+    adopt = chain[0].meta
+    more = {"task": adopt["task"], "task_id": summary["task"], "seed": adopt["seed"], "sampling": adopt["sampling"]}
+    row = {name: _plain(value) for name, value in {**summary, **more}.items()}
+    return row, list(_steps(store, chain, decode)), list(_scores(records.values()))
+
+
+def _steps(store: Store, chain: Sequence[Record], decode: Decode | None) -> Iterator[Fields]:
+    """One per act, with what came of it."""
+    for at, act in enumerate(chain):
+        if act.kind is not Kind.ACT:
+            continue
+        after = chain[at + 1] if at + 1 < len(chain) and chain[at + 1].kind is Kind.OBSERVE else None
+        seen = after.meta if after else {}
+        root = act.meta["root"] or seen.get("root")
+        prompt_ids = store.record("", root).ids if root else None
+        tokens = {
+            name: np.concatenate([one.filled(name) for one in (act, after) if one is not None]).tolist()
+            for name in COLUMNS
+        }
+        tokens["logprobs"] = [_plain(value) for value in tokens["logprobs"]]
+        yield {
+            "trajectory": act.trajectory,
+            "attempt": act.attempt,
+            "step": act.step,
+            **{name: _plain(act.meta.get(name)) for name in ("wall", "finish_reason", "queue_s", "duration_s")},
+            **{name: act.meta.get(name) for name in ("tools", "calls")},
+            **{name: seen.get(name) for name in ("parts", "results", "fault", "done", "truncated")},
+            "prompt": decode(prompt_ids) if decode and prompt_ids is not None else None,
+            "text": decode(act.ids) if decode else None,
+            "observation": "".join(part.get("text", "") for part in seen["parts"]) if after else None,
+            "prompt_ids": prompt_ids.tolist() if prompt_ids is not None else None,
+            **tokens,
+        }
+
+
+def _scores(records: Iterable[Record]) -> Iterator[Fields]:
+    for record in records:
+        meta, late = record.meta, record.kind is Kind.REWARD
+        given = {meta.get("source", ""): meta.get("value")} if late else (meta.get("rewards") or {})
+        for source, value in given.items() if late or record.kind is Kind.END else ():
+            yield {
+                "trajectory": record.trajectory,
+                "step": record.step,
+                "source": source,
+                "value": _plain(number(value)),
+                "wall": _plain(meta.get("wall")),
+                "late": late,
+            }
+
+
+def _plain(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+# ---- how it is written --------------------------------------------------------------------------------------------
+
+
+class _Jsonl:
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("wb")
+
+    def close(self) -> None:
+        self._file.close()
+
+    def add(self, trajectory: Fields, steps: Sequence[Fields], scores: Sequence[Fields]) -> None:
+        row = {**trajectory, "steps": _without_name(steps), "rewards": _without_name(scores)}
+        # Half a surrogate pair can't be UTF-8: it becomes "?".
+        self._file.write(json.dumps(row, ensure_ascii=False, allow_nan=False).encode(errors="replace") + b"\n")
+
+
+def _without_name(rows: Sequence[Fields]) -> list[Fields]:
+    return [{name: value for name, value in row.items() if name != "trajectory"} for row in rows]
+
+
+_TABLES = {"trajectories": _TRAJECTORY, "steps": _STEP, "rewards": _REWARD}
+
+
+class _Parquet:
+    def __init__(self, files: Sequence[Path]) -> None:
+        try:
+            import pyarrow
+            from pyarrow import parquet
+        except ImportError as error:
+            raise ConfigError("--format parquet: needs pyarrow: pip install 'hpcrl[analysis]'") from error
+        self._arrow = pyarrow
+        self._schemas = {
+            table: pyarrow.schema([(name, self._type(kind)) for name, kind in fields.items()])
+            for table, fields in _TABLES.items()
+        }
+        self._rows: dict[str, list[Fields]] = {table: [] for table in _TABLES}
+        self._tokens = 0
+        self._writers = {
+            table: parquet.ParquetWriter(file, self._schemas[table], compression="zstd")
+            for table, file in zip(_TABLES, files, strict=True)
+        }
+
+    def _type(self, kind: str) -> Any:
+        if kind.startswith("["):
+            return self._arrow.list_(self._type(kind[1:]))
+        return self._arrow.string() if kind[0] in "SJ" else self._arrow.from_numpy_dtype(np.dtype(kind))
+
+    def close(self) -> None:
+        self._write()
+        for writer in self._writers.values():
+            writer.close()
+
+    def add(self, trajectory: Fields, steps: Sequence[Fields], scores: Sequence[Fields]) -> None:
+        for table, rows in (("trajectories", [trajectory]), ("steps", steps), ("rewards", scores)):
+            fields = _TABLES[table]
+            self._rows[table] += [{name: _cell(row.get(name), kind) for name, kind in fields.items()} for row in rows]
+        self._tokens += sum(len(step["ids"]) for step in steps) + 100
+        if self._tokens >= _TOKENS:
+            self._write()
+
+    def _write(self) -> None:
+        for table, rows in self._rows.items():
+            if rows:
+                self._writers[table].write_table(self._arrow.Table.from_pylist(rows, schema=self._schemas[table]))
+            rows.clear()
+        self._tokens = 0
+
+
+def _cell(value: Any, kind: str) -> Any:
+    if value is None:
+        return None
+    if kind == "J":
+        return json.dumps(value, allow_nan=False)  # ASCII: half a surrogate pair stays what it is
+    return str(value).encode(errors="replace").decode() if kind == "S" else value

@@ -1,0 +1,234 @@
+"""Rescues what is intact in damaged shards and segments, and says which records are lost.
+
+    damaged file -> its intact records that no sound file has -> a new shard -> <name>.lost.json -> the file moves aside
+
+Safe to kill anywhere, and to run again: until the file has moved, a second run finds the same damage, and nothing left
+to do for the records that the first has published. A damaged file is kept, in `shards/damaged/` or `log/damaged/`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hpcrl.layout import RunPaths, publish, sync_folder
+from hpcrl.store.compact import claim, provenance, shard_path, shards
+from hpcrl.store.pack import Packer
+from hpcrl.store.records import Kind, NewerError, Record, Torn, find_frame, raw_frame, remains, split
+from hpcrl.store.segment import CLOSED, OPEN, name_parts, raw_segment, read_header, read_segment, segments
+from hpcrl.store.shard import Shard, Source, read_blocks, salvage, write_shard
+from hpcrl.types import StoreError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lost:
+    """A record that could not be rescued, as far as what is left of it tells; "" or None where that is damaged too."""
+
+    trajectory: str | None  # "" of a PROMPT
+    attempt: int | None
+    step: int | None
+    kind: str
+    hash: str
+    sure: bool  # whether all of that was under a checksum that is right
+
+    def __str__(self) -> str:
+        of = "?" if self.trajectory is None else self.trajectory or "a prompt"
+        attempt, step = ("?" if value is None else value for value in (self.attempt, self.step))
+        doubt = "" if self.sure else ", as far as can be made out"
+        return f"{self.kind or '?'} of {of}, attempt {attempt}, step {step}, hash {self.hash or '?'}{doubt}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Repaired:
+    """What came of one damaged file."""
+
+    file: str
+    damage: str
+    moved_to: str  # "" when it was left where it is: nothing in it could be made out
+    shard: str  # the new one; "" when there was nothing to write
+    rescued: int  # records in it
+    elsewhere: int  # intact records that another file has as well
+    lost: tuple[Lost, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Found:
+    records: Sequence[tuple[Record, int, int]]  # record, number of its source, offset there
+    sources: Sequence[Mapping[str, Any]]
+    lost: Sequence[Lost]
+
+
+def repair(paths: RunPaths) -> list[Repaired]:
+    """Do it for every damaged file of a run that isn't running. Raises StoreError while a compactor is at work."""
+    damaged = {path: text for path in shards(paths) if (text := _damage_of_shard(path))}
+    damaged |= {path: text for path in _segments(paths) if (text := _damage_of_segment(path))}
+    return [_repair(paths, path, damaged) for path in damaged]
+
+
+def _damage_of_shard(path: Path) -> str:
+    try:
+        Shard(path).check()
+    except NewerError:
+        return ""
+    except (StoreError, OSError) as error:
+        return str(error)
+    return ""
+
+
+def _segments(paths: RunPaths) -> list[Path]:
+    """The closed ones, and the open ones whose owner was of this machine and is gone."""
+    found = segments(paths.log, CLOSED)
+    for path in segments(paths.log, OPEN):
+        with contextlib.suppress(Torn, StoreError, FileNotFoundError):
+            if read_header(path)[0].owner.lives() is False:
+                found.append(path)
+    return found
+
+
+def _damage_of_segment(path: Path) -> str:
+    """ "" for an open one with a torn tail: nothing whole lies behind that."""
+    try:
+        end = 0
+        for offset, record in read_segment(path):
+            end = offset + record.size
+        behind = find_frame(read_blocks(path), end) if path.suffix == OPEN and end else None
+        return f"{path}: damaged at byte {end}" if behind else ""
+    except NewerError:
+        return ""
+    except (StoreError, OSError) as error:
+        return str(error)
+
+
+def _repair(paths: RunPaths, path: Path, damaged: Mapping[Path, str]) -> Repaired:
+    is_shard = path.parent == paths.shards
+    with claim(paths) as number:
+        if isinstance(number, str):
+            raise StoreError(number)
+        try:
+            found = _in_shard(path) if is_shard else _in_segment(path)
+        except StoreError as error:
+            return Repaired(
+                file=str(path), damage=str(error), moved_to="", shard="", rescued=0, elsewhere=0, lost=()
+            )  # fmt: skip
+        wanted = {record.hash for record, _, _ in found.records} | {lost.hash for lost in found.lost}
+        elsewhere = _elsewhere(paths, wanted, damaged)
+        fresh = [row for row in found.records if row[0].hash not in elsewhere]
+        lost = tuple(row for row in found.lost if row.hash not in elsewhere)
+        shard, rescued = "", 0
+        if fresh:
+            shard = str(shard_path(paths, number))
+            rescued = _write(paths, number, fresh, found.sources)
+        folder = paths.damaged_shards if is_shard else paths.damaged_log
+        folder.mkdir(exist_ok=True)
+        rows = [asdict(row) for row in lost]
+        publish(folder / f"{path.name}.lost.json", json.dumps({"damage": damaged[path], "lost": rows}, indent=1) + "\n")
+        path.rename(folder / path.name)
+        sync_folder(folder)
+        sync_folder(path.parent)
+    return Repaired(
+        file=str(path), damage=damaged[path], moved_to=str(folder / path.name), shard=shard, rescued=rescued,
+        elsewhere=len(found.records) - len(fresh), lost=lost,
+    )  # fmt: skip
+
+
+def _in_shard(path: Path) -> _Found:
+    rows, sources = salvage(path)
+    return _Found(
+        records=[(row.record, row.source, row.offset) for row in rows if row.record is not None],
+        sources=sources,
+        lost=[_lost(row.said) for row in rows if row.record is None],
+    )
+
+
+def _in_segment(path: Path) -> _Found:
+    """Frame by frame; behind damage, from the next whole frame on."""
+    data = read_blocks(path)
+    view = memoryview(data)
+    found: list[tuple[Record, int, int]] = []
+    said: list[dict[str, Any]] = []
+    try:
+        end = read_header(path)[1]
+    except (Torn, StoreError):
+        first = find_frame(data, 0)
+        end = first[0] if first else len(data)
+    while end < len(data):
+        try:
+            _, digest, payload, after = raw_frame(view, end)
+            record = Record.decode(bytes(payload), digest.hex())
+            found.append((record, 0, end))
+            end = after
+        except (Torn, StoreError):
+            behind = find_frame(data, end)
+            if path.suffix == OPEN and behind is None:
+                break  # a torn tail
+            stop = behind[0] if behind else len(data)
+            if stop > end:
+                said += [left for _, left in remains(data, end, stop)]
+            if behind:
+                offset, _, digest, payload, stop = behind
+                found.append((Record.decode(bytes(payload), digest.hex()), 0, offset))
+            end = stop
+    if not found:
+        raise StoreError(f"{path}: damaged, and no whole record can be found in it")
+    node, number = name_parts(path)
+    children = {record.parent: record for record, _, _ in found}
+    for left in said:
+        child = children.get(left.get("hash", ""))
+        if child is not None:  # which names it by hash
+            left |= {"trajectory": child.trajectory}
+    # A name of its own, lest the compactor takes the damaged file for one that a shard has wholly, and unlinks it.
+    source = {"name": path.name, "uid": f"rescued from {path.name}", "node": node, "number": number}
+    return _Found(records=found, sources=[source], lost=[_lost(left) for left in said])
+
+
+def _lost(said: Mapping[str, Any]) -> Lost:
+    kind = said.get("kind", 0)
+    return Lost(
+        trajectory=said.get("trajectory"), attempt=said.get("attempt"), step=said.get("step"),
+        kind=Kind(kind).name if kind in [*Kind] else "", hash=said.get("hash", ""), sure=bool(said.get("sure")),
+    )  # fmt: skip
+
+
+def _elsewhere(paths: RunPaths, wanted: set[str], damaged: Mapping[Path, str]) -> set[str]:
+    """Which of these hashes are in a sound file."""
+    found: set[str] = set()
+    encoded = np.array([hash.encode() for hash in wanted], "S32")
+    for path in shards(paths):
+        if path not in damaged:
+            shard = Shard(path)
+            hashes = shard.whole("steps")["hash"]
+            found |= {hash.decode() for hash in hashes[np.isin(hashes, encoded)].tolist()}
+            shard.close()
+    for path in segments(paths.log, CLOSED):
+        if path not in damaged:
+            found |= {digest.hex() for _, _, digest, _ in raw_segment(path)} & wanted
+    return found
+
+
+def _write(
+    paths: RunPaths, number: int, rows: Sequence[tuple[Record, int, int]], sources: Sequence[Mapping[str, Any]]
+) -> int:
+    """Publish these records as a shard; how many, equal ones counted once."""
+    here = {uid for path in segments(paths.log, CLOSED) for uid in _uid(path)}
+    packer = Packer()
+    counts = [0] * len(sources)
+    for record, at, offset in rows:
+        packer.add(at, offset, record.kind, bytes.fromhex(record.hash), split(record.payload))
+        counts[at] += 1
+    listed: list[Source] = []
+    for source, count in zip(sources, counts, strict=True):
+        # A segment that is still there is compacted anew: what is missing here may be in it.
+        uid = f"rescued-{source['uid']}" if source["uid"] in here else source["uid"]
+        listed.append({**source, "uid": uid, "records": count})
+    return write_shard(shard_path(paths, number), packer, listed, provenance(paths))
+
+
+def _uid(path: Path) -> Iterator[str]:
+    with contextlib.suppress(Torn, StoreError, FileNotFoundError):
+        yield read_header(path)[0].uid

@@ -1,0 +1,244 @@
+"""`store repair`: all that is intact comes back, what is lost is named, and no crash in between does harm."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from store_parts import open_log, run_folder, trajectory
+
+from hpcrl.layout import ProcessId, RunPaths
+from hpcrl.store.compact import compact, seal, shards
+from hpcrl.store.index import Store
+from hpcrl.store.records import Kind, Record
+from hpcrl.store.repair import repair
+from hpcrl.store.segment import CLOSED, OPEN, Header, segments
+from hpcrl.store.shard import Shard
+from hpcrl.store.verify import verify
+from hpcrl.types import StoreError
+
+
+async def write(paths: RunPaths, *names: str, steps: int = 4) -> list[Record]:
+    log = open_log(paths)
+    records = [record for name in names for record in trajectory(name, steps=steps)]
+    await log.append([record.frame() for record in records])
+    await log.close()
+    return records
+
+
+def held(paths: RunPaths) -> dict[str, Record]:
+    """Every record that can be read, by hash."""
+    with Store(paths) as store:
+        found = [store.record("", hash) for hash in store.prompts()]
+        found += [record for name in store.names() for record in store.records(name)]
+        assert not store.damaged
+    assert all(record.hash == record.true_hash for record in found)
+    return {record.hash: record for record in found}
+
+
+def label(record: Record) -> tuple[object, ...]:
+    return record.trajectory, record.attempt, record.step, record.kind.name, record.hash
+
+
+def flip(path: Path, at: int, count: int = 1) -> None:
+    data = bytearray(path.read_bytes())
+    for byte in range(at, min(at + count, len(data))):
+        data[byte] ^= 0x55
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("where", ["shard", "segment"])
+async def test_a_damaged_byte_costs_the_record_it_lies_in_and_that_one_is_named(tmp_path: Path, where: str) -> None:
+    source = run_folder(tmp_path / "source")
+    records = {record.hash: record for record in await write(source, "a", "b\u00e9")}
+    if where == "shard":
+        compact(source)
+        (original,) = shards(source)
+    else:
+        (original,) = segments(source.log, CLOSED)
+    size = original.stat().st_size
+    chance = random.Random(1)
+    losses: Counter[int] = Counter()
+    for at in [0, 9, 13, *(chance.randrange(size) for _ in range(100))]:
+        shutil.copytree(source.root, tmp_path / "run")
+        paths = RunPaths(tmp_path / "run")
+        path = paths.root / original.relative_to(source.root)
+        flip(path, at)
+        (done,) = repair(paths)
+        kept = held(paths)
+        assert set(kept) <= set(records) and all(kept[hash] == records[hash] for hash in kept), at
+        missing = set(records) - set(kept)
+        losses[len(missing)] += 1
+        assert len(missing) <= 1, at
+        # Of a lost one everything is known, unless it is that which the damage hit.
+        assert len(done.lost) == len(missing), at
+        for lost in done.lost:
+            (record,) = (records[hash] for hash in missing)
+            told = (lost.trajectory, lost.attempt, lost.step, lost.kind, lost.hash)
+            same = [mine == true for mine, true in zip(told, label(record), strict=True)]
+            assert sum(same) >= 4 or (not lost.sure and lost.hash == record.hash), (at, told, label(record))
+            assert not lost.sure or all(same), (at, told)
+        assert done.rescued == len(kept) and Path(done.moved_to).is_file() and not path.exists()
+        written = json.loads(Path(f"{done.moved_to}.lost.json").read_text())["lost"]
+        assert [row["hash"] for row in written] == [lost.hash for lost in done.lost]
+        assert repair(paths) == []
+        shutil.rmtree(paths.root)
+    assert losses[1] > 20 and losses[0] > 3, losses
+
+
+@pytest.mark.parametrize("where", ["shard", "segment"])
+async def test_larger_damage(tmp_path: Path, where: str) -> None:
+    """A run of bytes, a file that is cut short, two files at once."""
+    source = run_folder(tmp_path / "source")
+    records = {record.hash: record for record in await write(source, "a", "b", "c")}
+    if where == "shard":
+        compact(source)
+        (original,) = shards(source)
+    else:
+        (original,) = segments(source.log, CLOSED)
+    size = original.stat().st_size
+    chance = random.Random(2)
+    lost_most = 0
+    for round in range(24):
+        shutil.copytree(source.root, tmp_path / "run")
+        paths = RunPaths(tmp_path / "run")
+        path = paths.root / original.relative_to(source.root)
+        if round % 2:
+            flip(path, chance.randrange(size // 2), chance.randrange(size // 8))
+        else:
+            path.write_bytes(path.read_bytes()[: chance.randrange(size // 2, size)])
+        done = repair(paths)
+        kept = held(paths)
+        assert all(kept[hash] == records[hash] for hash in kept)
+        lost_most = max(lost_most, len(records) - len(kept))
+        if done and done[0].moved_to:  # else the file's end was that of a frame, or nothing could be made out
+            assert done[0].rescued == len(kept)
+            assert where == "segment" or len(done[0].lost) == len(records) - len(kept)
+        shutil.rmtree(paths.root)
+    assert lost_most > 3
+
+
+async def test_only_the_directory_is_damaged(tmp_path: Path) -> None:
+    paths = run_folder(tmp_path)
+    records = await write(paths, "a", "b")
+    compact(paths)
+    (path,) = shards(paths)
+    flip(path, 0, 4096)  # all of the user block
+    with pytest.raises(StoreError, match="no directory"):
+        Shard(path)
+    with pytest.raises(StoreError):
+        compact(paths)  # which segments it was made from can't be known
+    (done,) = repair(paths)
+    assert done.lost == () and done.rescued == len({record.hash for record in records})
+    assert done.moved_to == str(paths.damaged_shards / "000001.h5") and done.shard == str(paths.shards / "000002.h5")
+    assert set(held(paths)) == {record.hash for record in records}
+    assert verify(paths, deep=True).ok
+    assert Shard(Path(done.shard)).sources["node"].tolist() == [b"n1"]
+
+
+async def test_what_another_file_has_is_not_lost_and_not_written_twice(tmp_path: Path) -> None:
+    paths = run_folder(tmp_path)
+    records = await write(paths, "a", "b")
+    (segment,) = segments(paths.log, CLOSED)
+    saved = segment.read_bytes()
+    compact(paths)
+    segment.write_bytes(saved)  # as if the crash had come between rename and unlink
+    (path,) = shards(paths)
+    shard = Shard(path)
+    offset = shard.directory["datasets"]["tokens/logprobs"][0]
+    flip(path, offset, 400)
+    (done,) = repair(paths)
+    assert done.lost == () and done.rescued == 0 and done.shard == "" and done.elsewhere > 0
+    assert compact(paths).segments == 1
+    assert set(held(paths)) == {record.hash for record in records}
+    assert [found.name for found in shards(paths)] == ["000002.h5"], "a number doesn't come back"
+
+
+async def test_an_open_segment_of_a_dead_owner(tmp_path: Path) -> None:
+    paths = run_folder(tmp_path)
+    me = ProcessId.me()
+    records = trajectory("t")
+    frames = [record.frame() for record in records]
+    head = Header("n1", 1, "u", ProcessId(me.pid, 1, me.boot)).encode()
+    path = paths.log / f"n1-1{OPEN}"
+    path.write_bytes(head + b"".join(frames) + b"torn")
+    assert repair(paths) == []  # a torn tail is no damage
+    flip(path, len(head) + len(frames[0]) + 60)
+    with pytest.raises(StoreError, match="store repair"):
+        seal(paths)  # would cut off all that lies behind
+    (done,) = repair(paths)
+    assert [(lost.kind, lost.trajectory, lost.hash) for lost in done.lost] == [("ADOPT", "t", records[1].hash)]
+    assert set(held(paths)) == {record.hash for record in (records[0], *records[2:])}
+    assert not segments(paths.log, OPEN)
+
+
+async def test_what_can_not_be_made_out_stays(tmp_path: Path) -> None:
+    paths = run_folder(tmp_path)
+    (paths.shards / "000001.h5").write_bytes(b"no shard at all" * 100)
+    (done,) = repair(paths)
+    assert done.moved_to == "" and (paths.shards / "000001.h5").exists()
+
+
+KILLER = """
+import os, shutil, signal, sys
+from hpcrl.layout import RunPaths
+from hpcrl.store.repair import repair
+source, target = sys.argv[1:]
+EVENTS = ("open", "os.rename", "os.remove", "os.listdir", "os.scandir", "os.mkdir")
+n = 0
+while True:
+    n += 1
+    root = f"{target}/{n}"
+    shutil.copytree(source, root)
+    pid = os.fork()
+    if not pid:
+        left = [n]
+        def hook(event, args):
+            if event in EVENTS and str(args[0]).startswith(root):
+                left[0] -= 1
+                if not left[0]:
+                    os.kill(os.getpid(), signal.SIGKILL)
+        sys.addaudithook(hook)
+        repair(RunPaths(__import__("pathlib").Path(root)))
+        os._exit(0)
+    if os.waitpid(pid, 0)[1] == 0:
+        break
+"""
+
+
+async def test_killed_anywhere(tmp_path: Path) -> None:
+    source = run_folder(tmp_path / "source")
+    records = await write(source, "a")
+    compact(source)
+    records += await write(source, "b")
+    (path,), (segment,) = shards(source), segments(source.log, CLOSED)
+    act = next(record for record in records if record.kind is Kind.ACT and record.trajectory == "a")
+    shard = Shard(path)
+    row = shard.whole("steps")["hash"].tolist().index(act.hash.encode())
+    flip(path, shard.directory["datasets"]["tokens/ids"][0] + 4 * int(shard.whole("steps")["token_start"][row]))
+    flip(segment, segment.stat().st_size - 40)  # in b's END
+    expected = {record.hash for record in records} - {act.hash, records[-1].hash}
+    copies = tmp_path / "copies"
+    copies.mkdir()
+    await asyncio.to_thread(subprocess.run, [sys.executable, "-c", KILLER, source.root, copies], check=True)
+    stages: Counter[tuple[str, ...]] = Counter()
+    for root in copies.iterdir():
+        paths = RunPaths(root)
+        files = (path.relative_to(root) for path in root.rglob("*") if path.suffix in (".h5", ".seg", ".json"))
+        stages[tuple(sorted(map(str, files)))] += 1
+        compact(paths)  # between a crash and the next repair
+        repair(paths)
+        assert set(held(paths)) == expected
+        assert sorted(path.name for path in paths.damaged_shards.glob("*.h5")) == ["000001.h5"]
+        assert [path.name for path in paths.damaged_log.glob("*.seg")] == [segment.name]
+        assert all(path.suffix == ".h5" for path in paths.shards.iterdir() if path.is_file())
+        rows = [hash for path in shards(paths) for hash in Shard(path).whole("steps")["hash"].tolist()]
+        assert len(rows) == len(set(rows))
+    assert len(stages) >= 6, stages  # shard: before, new one there, list there, moved; segment: the same

@@ -58,6 +58,20 @@ static int meets(int fd)
 ssize_t write(int fd, const void *data, size_t size) { WRITE(write, fd, size, data, size); }
 ssize_t pwrite(int fd, const void *data, size_t size, off_t place) { WRITE(pwrite, fd, size, data, size, place); }
 ssize_t pwrite64(int fd, const void *data, size_t size, off64_t place) { WRITE(pwrite64, fd, size, data, size, place); }
+/* A short one does half of its first piece. */
+#define WRITEV(name, fd, parts, number, place, ...)                                                    \
+    do {                                                                                               \
+        if (meets(fd)) {                                                                               \
+            if (error) { errno = error; return -1; }                                                   \
+            return REAL(pwrite)(fd, parts[0].iov_base, parts[0].iov_len - parts[0].iov_len / 2, place); \
+        }                                                                                              \
+        return REAL(name)(fd, parts, number, place __VA_ARGS__);                                       \
+    } while (0)
+
+ssize_t pwritev(int fd, const struct iovec *parts, int number, off_t place) { WRITEV(pwritev, fd, parts, number, place); }
+ssize_t pwritev64(int fd, const struct iovec *parts, int number, off64_t place) { WRITEV(pwritev64, fd, parts, number, place); }
+ssize_t pwritev2(int fd, const struct iovec *parts, int number, off_t place, int flags) { WRITEV(pwritev2, fd, parts, number, place, , flags); }
+ssize_t pwritev64v2(int fd, const struct iovec *parts, int number, off64_t place, int flags) { WRITEV(pwritev64v2, fd, parts, number, place, , flags); }
 int fsync(int fd) { if (error) FAIL(fd); return REAL(fsync)(fd); }
 int fdatasync(int fd) { if (error) FAIL(fd); return REAL(fdatasync)(fd); }
 int ftruncate(int fd, off_t size) { if (error) FAIL(fd); return REAL(ftruncate)(fd, size); }

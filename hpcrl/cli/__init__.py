@@ -1,7 +1,8 @@
 """The `hpcrl` command. Exit codes: 0 done, 1 the run failed, 2 the user's mistake.
 
 runs     train, resume, stop, status, watch, config      store    store ls, show, query, verify, and the store's care
-models   model tiny, model smollm2                        common   the arguments that they share
+models   model tiny, model smollm2                        bench    bench store
+common   the arguments that they share
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Annotated
 import typer
 
 from hpcrl import __version__
-from hpcrl.cli import models, runs, store
+from hpcrl.cli import bench, models, runs, store
 from hpcrl.cli.common import fail
 from hpcrl.types import HpcrlError
 
@@ -25,6 +26,7 @@ app = typer.Typer(help=HELP, no_args_is_help=True, add_completion=False, pretty_
 app.add_typer(runs.app)
 app.add_typer(models.app, name="model")
 app.add_typer(store.app, name="store")
+app.add_typer(bench.app, name="bench")
 
 
 def main() -> None:

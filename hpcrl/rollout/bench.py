@@ -17,7 +17,6 @@ import numpy as np
 
 from hpcrl.layout import RunPaths
 from hpcrl.rollout.loop import Loop, Where
-from hpcrl.rollout.render import Renderer
 from hpcrl.sandbox.memory import MemorySandbox
 from hpcrl.store.link import LogClient, LogServer
 from hpcrl.store.log import Log
@@ -56,6 +55,19 @@ class TimedEngine:
 
     async def close(self) -> None:
         """Holds nothing."""
+
+
+class Letters:
+    """A renderer without a model: one token to a letter."""
+
+    def start(self, messages: Sequence[Message]) -> Int32Array:
+        return np.array([ord(letter) for message in messages for letter in message.text], np.int32)
+
+    def extend(self, messages: Sequence[Message], *, after_stop: bool) -> Int32Array:
+        return self.start(messages)
+
+    def text(self, ids: Int32Array) -> str:
+        return ""
 
 
 class Turns:
@@ -104,17 +116,16 @@ class SlowSync:
         time.sleep(spent * SCALE)
 
 
-def bench_slow_sync(root: Path, model: Path, scale: float) -> dict[str, Any]:
+def bench_slow_sync(root: Path, scale: float) -> dict[str, Any]:
     """`slow_sync_cost`: the share of the engine's acts that are lost where syncs are slow, against syncs that cost
     nothing, turn about; each for `scale` hours of the simulated time."""
     seconds = max(4.0, 36.0 * scale)
-    renderer = Renderer(model)
     acts: dict[bool, list[int]] = {True: [], False: []}
     worst = 0.0
     for number in range(2):
         for slow in (False, True):
             sync = SlowSync(seconds) if slow else (lambda fd: None)
-            acts[slow].append(asyncio.run(_run(root / f"{number}-{slow}", renderer, seconds, sync)))
+            acts[slow].append(asyncio.run(_run(root / f"{number}-{slow}", seconds, sync)))
             if isinstance(sync, SlowSync):
                 worst = max(worst, *sync.took)
     return {
@@ -124,14 +135,14 @@ def bench_slow_sync(root: Path, model: Path, scale: float) -> dict[str, Any]:
     }
 
 
-async def _run(root: Path, renderer: Renderer, seconds: float, sync: Any) -> int:
+async def _run(root: Path, seconds: float, sync: Any) -> int:
     """The loops of one host for so long: as many places as LOOPS, AHEAD tickets waiting beside them."""
     paths = RunPaths(root)
     paths.make()
     log = Log(paths.log, "bench", segment_bytes=64 << 20, segment_age_s=60, commit_interval_s=0.5 * SCALE, sync=sync)
     server = LogServer(log, root / "log.sock")
     await server.start()
-    engine, places = TimedEngine(), asyncio.Semaphore(LOOPS)
+    engine, places, renderer = TimedEngine(), asyncio.Semaphore(LOOPS), Letters()
     until = time.monotonic() + seconds
     async with LogClient(root / "log.sock") as client:
 
@@ -140,7 +151,8 @@ async def _run(root: Path, renderer: Renderer, seconds: float, sync: Any) -> int
             while time.monotonic() < until:
                 loop = Loop(
                     _ticket(f"b{number}.{count}"), engine=engine, environment=Turns(), sandbox=MemorySandbox(),
-                    log=client, renderer=renderer, where=Where(node="bench", job="0", boot_id=""), slot=places,
+                    log=client, renderer=renderer,  # type: ignore[arg-type]
+                    where=Where(node="bench", job="0", boot_id=""), slot=places,
                 )  # fmt: skip
                 await loop.run()
                 count += 1

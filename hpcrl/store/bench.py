@@ -16,7 +16,7 @@ import shutil
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -110,14 +110,24 @@ class Sample:
         return {"parts": [part], "results": [result], "state": "", "fault": None, "done": False, "truncated": ""}
 
 
-def run_bench(folder: Path, *, scale: float = 1.0, say: Callable[[str], None] = lambda text: None) -> dict[str, Any]:
-    """All figures. `scale` < 1 shrinks the amounts (the steps of the index benchmark are in the result)."""
+Part = Callable[[Path, float], dict[str, Any]]
+
+
+def run_bench(
+    folder: Path, more: Mapping[str, Part], *, scale: float, say: Callable[[str], None] = lambda text: None
+) -> dict[str, Any]:
+    """All figures, and those of `more` parts. `scale` < 1 shrinks the amounts (the result says how far)."""
     found: dict[str, Any] = {"scale": scale}
     with _workspace(folder) as root:
-        for name, part in (
-            ("append", bench_append), ("compact and read", bench_compact), ("deltas", bench_deltas),
-            ("persisting", bench_persist), ("a long trajectory", bench_long), ("index", bench_index),
-        ):  # fmt: skip
+        parts: dict[str, Part] = {
+            "append": bench_append,
+            "compact and read": bench_compact,
+            "deltas": bench_deltas,
+            "persisting": bench_persist,
+            "a long trajectory": bench_long,
+            "index": bench_index,
+        }
+        for name, part in {**parts, **more}.items():
             began = time.monotonic()
             part_root = root / name.replace(" ", "-")
             part_root.mkdir()

@@ -1,6 +1,7 @@
-"""Processes that stop at the n-th I/O call while others take over, and then go on: for n = 1, 2, … until none stops.
+"""Processes that stop at their n-th I/O call while others take over, and then go on (or are killed there), for n = 1,
+2, … until one isn't met.
 
-    python stopped.py FOLDER owner|compactor|sleeper|taker         prints how often one was stopped, and what came of it
+    python stopped.py FOLDER owner|compactor|sleeper|taker stop|kill      prints at how many calls, and what came of it
 
 owner      appends; meanwhile its trajectory is granted to another node, which reads its open segment
 compactor  closes what a dead owner left open, and compacts; meanwhile a new owner of that node appends
@@ -19,9 +20,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from crash import Expected, Totals, check, fork
+from crash import fork
+from crash_check import Expected, Totals, check
 from crc32c import crc32c
-from io_faults import STOP, Io
+from io_faults import KILL, STOP, Fault, Io
 from store_parts import act, adopt, end, observe, open_log, run_folder, trajectory
 
 from hpcrl.layout import ProcessId
@@ -60,40 +62,40 @@ class Writer:
 
 
 class Trial:
-    def __init__(self, root: Path, at: int) -> None:
-        self.paths, self.at = run_folder(root), at
+    def __init__(self, root: Path, at: int, how: Fault) -> None:
+        self.paths, self.at, self.how = run_folder(root), at, how
         self.expected, self.totals = Expected(), Totals()
 
     def prepare(self) -> None:
         """Before anything runs."""
 
     def stops(self, report: Callable[[str], None]) -> None:
-        """In a child, which stops at its n-th I/O call."""
+        """In a child, which meets it at its n-th I/O call."""
         raise NotImplementedError
 
     def meanwhile(self) -> None:
-        """While the child is stopped."""
+        """While the child is stopped, or after it was killed."""
 
-    def afterwards(self, stopped: bool) -> None:
+    def afterwards(self, met: bool) -> None:
         """When it has ended."""
 
     def report(self, line: str) -> None:
         self.expected.take(line)
 
     def run(self) -> bool:
-        """Whether the child stopped."""
+        """Whether the child had so many calls."""
         self.prepare()
         read, write = os.pipe()
 
         def child() -> None:
-            with Io(self.paths.root, STOP, self.at):
+            with Io(self.paths.root, self.how, self.at):
                 self.stops(lambda line: os.write(write, f"{line}\n".encode()) and None)
 
         pid = fork(child)
         os.close(write)
         status = os.waitpid(pid, os.WUNTRACED)[1]
-        stopped = os.WIFSTOPPED(status)
-        if stopped:
+        met = os.WIFSTOPPED(status) or (os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL)
+        if met:
             os.set_blocking(read, False)
             try:
                 data = os.read(read, 1 << 16)
@@ -103,20 +105,25 @@ class Trial:
             for line in data.decode().splitlines():
                 self.expected.take(line)
             self.meanwhile()
-            os.kill(pid, signal.SIGCONT)
-            status = os.waitpid(pid, 0)[1]
+            if self.how is STOP:
+                os.kill(pid, signal.SIGCONT)
+                status = os.waitpid(pid, 0)[1]
+            else:
+                status = 0
         assert status == 0, f"call {self.at}: the child ended with status {status}: see its traceback"
         with os.fdopen(read) as rest:
             for line in rest:
                 self.expected.take(line)
-        self.afterwards(stopped)
+        self.afterwards(met)
         problems = check(self.paths, self.expected, self.totals, None)
         assert not problems, f"call {self.at}: {problems}"
         seal_dead_here(self.paths)
+        for claim in self.paths.shards.glob("*.claim"):
+            os.utime(claim, (time.time() - 11,) * 2)  # one that its maker could not write is obeyed for ten seconds
         assert not compact(self.paths).refused
         problems = check(self.paths, self.expected, self.totals, None)
-        assert not problems and not list(self.paths.log.glob("*-*")), f"call {self.at}: {problems}"
-        return stopped
+        assert not problems and not segments(self.paths.log, CLOSED), f"call {self.at}: {problems}"
+        return met
 
 
 class Owner(Trial):
@@ -132,9 +139,10 @@ class Owner(Trial):
     def meanwhile(self) -> None:
         left_open = segments(self.paths.log, OPEN)
         closed = segments(self.paths.log, CLOSED)
-        assert seal_dead_here(self.paths) == [], "its owner lives"
-        assert compact(self.paths).segments == len(closed)
-        assert segments(self.paths.log, OPEN) == left_open and not segments(self.paths.log, CLOSED)
+        if self.how is STOP:
+            assert seal_dead_here(self.paths) == [], "its owner lives"
+            assert compact(self.paths).segments == len(closed)
+            assert segments(self.paths.log, OPEN) == left_open and not segments(self.paths.log, CLOSED)
         with Store(self.paths, open_segments=True) as store:
             self.head = store.head("t")
             unsettled = store.unsettled("t", self.head) if self.head else []
@@ -158,14 +166,14 @@ class Owner(Trial):
         asyncio.run(take_over())
         compact(self.paths)
 
-    def afterwards(self, stopped: bool) -> None:
+    def afterwards(self, met: bool) -> None:
         """The owner knew nothing, and appended all: what came after the grant is off the chain, kept and counted."""
         records = owners()
-        assert {record.hash for record in records} <= set(self.expected.records)
+        assert self.how is not STOP or {record.hash for record in records} <= set(self.expected.records)
         with Store(self.paths, open_segments=True) as store:
             info = store.info("t")
-            assert info is not None and info.attempt == (2 if stopped else 1) and info.status == "COMPLETED"
-            if stopped:
+            assert info is not None and info.attempt == (2 if met else 1) and info.status == "COMPLETED"
+            if met and self.how is STOP:
                 hashes = [record.hash for record in records]
                 after = hashes[hashes.index(self.head) + 1 :] if self.head else hashes[1:]
                 assert info.num_orphans == len(after) and not set(after) & {
@@ -218,7 +226,7 @@ class Compactor(_LeftOpen):
         for record in trajectory(name):
             await Writer(log, self.report).append(record)
 
-    def afterwards(self, stopped: bool) -> None:
+    def afterwards(self, met: bool) -> None:
         if self.log is not None:
             self.loop.run_until_complete(self._append(self.log, "d"))
             self.loop.run_until_complete(self.log.close())
@@ -251,17 +259,17 @@ class Taker(_LeftOpen):
         compact(self.paths)
 
 
-def main(folder: Path, what: str) -> None:
+def main(folder: Path, what: str, how: str) -> None:
     make = {"owner": Owner, "compactor": Compactor, "sleeper": Sleeper, "taker": Taker}[what]
     orphans = num_shards = 0
     for at in itertools.count(1):
-        trial = make(folder / str(at), at)
+        trial = make(folder / str(at), at, {"stop": STOP, "kill": KILL}[how])
         if not trial.run():
             break
         orphans += trial.totals.orphans
         num_shards += sum(1 for path in shards(trial.paths) if len(Shard(path)))
-    print(f"{what}: stopped at {at - 1} calls; {orphans} orphans, {num_shards} shards; nothing lost, nothing doubled")
+    print(f"{what}: {how} at {at - 1} calls; {orphans} orphans, {num_shards} shards; nothing lost, nothing doubled")
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2])
+    main(Path(sys.argv[1]), sys.argv[2], sys.argv[3])

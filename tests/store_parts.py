@@ -1,9 +1,7 @@
-"""What the store's tests share: real records, a run folder, a victim process that writes until it is killed."""
+"""What the store's tests share: real records, a run folder, a log."""
 
 from __future__ import annotations
 
-import asyncio
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -140,20 +138,3 @@ def trajectory(name: str, *, prompt_ids: tuple[int, ...] = (1, 2, 3), steps: int
         if step < steps - 1:
             records.append(observe(records[-1], [30 + step]))
     return [*records, end(records[-1])]
-
-
-async def _victim(root: Path, node: str) -> None:
-    """Appends from several callers at once and prints each hash once it is acknowledged."""
-    log = Log(RunPaths(root).log, node, segment_bytes=20_000, segment_age_s=60.0, commit_interval_s=0.001)
-
-    async def caller(name: int) -> None:
-        for step in range(100_000):
-            record = act(adopt(f"t{name}"), step, list(range(step % 50 + 1)))
-            await log.append([record.frame()])
-            print(record.hash, flush=True)
-
-    await asyncio.gather(*(caller(i) for i in range(8)))
-
-
-if __name__ == "__main__":
-    asyncio.run(_victim(Path(sys.argv[1]), sys.argv[2]))

@@ -3,6 +3,7 @@ half-written is read, and the operation, done again when the fault is gone, succ
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import os
@@ -371,3 +372,14 @@ async def test_every_reader_survives_estale(fault: Fault, memory: Path) -> None:
             break
     print(at - 1, "calls")
     assert at > (100 if fault is STALE_READ else 1)
+
+
+def test_a_folder_that_cannot_be_listed_is_not_taken_for_empty(memory: Path) -> None:
+    """A compactor that saw no shards would pack what is in them once more."""
+    paths = run_folder(memory / "run")
+    readers = [lambda: compact(paths), lambda: Store(paths).refresh(), lambda: entries(paths), lambda: verify(paths)]
+    for reader in readers:
+        for error in (errno.EACCES, errno.EIO):
+            with Io(paths.root, Fault(frozenset({"list"}), error), 1) as io, pytest.raises(OSError) as caught:
+                reader()
+            assert io.calls == ["list"] and caught.value.errno == error

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
-import collections
 import contextlib
 import json
 import os
 import random
 import shutil
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -309,71 +305,6 @@ async def test_a_damaged_segment_stays_and_the_rest_is_compacted(tmp_path: Path)
         assert path.name in store.damaged and "damaged at byte" in store.damaged[path.name]
         assert store.complete("b", trajectory("b")[-1].hash) and not store.complete("a", trajectory("a")[-1].hash)
     assert verify(paths).damaged >= 1 and not verify(paths).ok
-
-
-# Compacts copies of a run folder in children that kill themselves before the n-th file operation in it (by Python's
-# audit events: open, rename, unlink, list), then others at random moments; until one child gets through, and ten more.
-KILLER = """
-import os, random, shutil, signal, sys, threading, time
-from hpcrl.layout import RunPaths
-from hpcrl.store.compact import compact
-source, target = sys.argv[1:]
-chance = random.Random(3)
-EVENTS = ("open", "os.rename", "os.remove", "os.listdir", "os.scandir")
-
-def child(root, n, after_s):
-    if n:
-        left = [n]
-        def hook(event, args):
-            if event in EVENTS and str(args[0]).startswith(root):
-                left[0] -= 1
-                if not left[0]:
-                    os.kill(os.getpid(), signal.SIGKILL)
-        sys.addaudithook(hook)
-    else:
-        threading.Thread(target=lambda: (time.sleep(after_s), os.kill(os.getpid(), signal.SIGKILL))).start()
-    compact(RunPaths.of(root))
-    os._exit(0)
-
-n = round = 0
-while n is not None or round < after + 10:
-    root = f"{target}/{round}"
-    shutil.copytree(source, root)
-    n = n + 1 if n is not None else None
-    pid = os.fork()
-    if not pid:
-        child(root, n, chance.uniform(0, 0.06))
-    if os.waitpid(pid, 0)[1] == 0 and n is not None:
-        n, after = None, round
-    round += 1
-"""
-
-
-async def test_compaction_killed_anywhere_loses_and_doubles_nothing(tmp_path: Path) -> None:
-    expected = {record.hash for i in range(6) for record in trajectory(f"t{i}", steps=20)}
-    source = run_folder(tmp_path / "source")
-    log = open_log(source, segment_bytes=20_000)
-    for i in range(6):
-        await log.append([record.frame() for record in trajectory(f"t{i}", steps=20)])
-    await log.close()
-    assert len(segments(source.log, CLOSED)) >= 3
-    copies = tmp_path / "copies"
-    copies.mkdir()
-    await asyncio.to_thread(subprocess.run, [sys.executable, "-c", KILLER, source.root, copies], check=True)
-    stages: collections.Counter[tuple[int, int, int]] = collections.Counter()
-    for root in copies.iterdir():
-        paths = RunPaths(root)
-        stages[len(shards(paths)), len(segments(paths.log, CLOSED)), len(list(paths.shards.glob("*.claim")))] += 1
-        for _ in range(2):
-            with Store(paths) as store:
-                assert hashes(store) == expected and not store.damaged
-            assert not compact(paths).refused
-        assert not segments(paths.log, CLOSED)
-        assert all(path.suffix == ".h5" for path in paths.shards.iterdir())
-        rows = [hash for path in shards(paths) for hash in Shard(path).whole("steps")["hash"].tolist()]
-        assert len(rows) == len(set(rows)) == len(expected)
-    print("killed with so many (shards, segments, claims):", dict(stages))
-    assert len(stages) >= 6  # before, while writing, between rename and each unlink, before the claim goes, after
 
 
 def test_open_segments_of_the_dead_are_closed(tmp_path: Path) -> None:

@@ -209,7 +209,10 @@ def _check_chains(store: Store, there: _There, expected: Expected, problem: Call
 
 def flip(paths: RunPaths, chance: random.Random, totals: Totals) -> list[str]:
     """Flip one bit of a closed file, and back: it is found, and no record reads as anything but what it was."""
-    path = chance.choice(shards(paths) + segments(paths.log, CLOSED))
+    files = shards(paths) + segments(paths.log, CLOSED)
+    if not files:
+        return []  # every victim died before it acknowledged anything
+    path = chance.choice(files)
     good = path.read_bytes()
     payloads = set(_payloads(path))
     at, bit = chance.randrange(len(good)), 1 << chance.randrange(8)

@@ -13,6 +13,7 @@ import importlib
 import importlib.util
 import os
 import random
+import stat
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -250,5 +251,7 @@ class _Writer:
 
 
 def without_sync() -> None:
-    """The store with its fdatasync taken out."""
+    """The store with its syncs taken out, those of folders excepted."""
+    fsync = os.fsync
     os.fdatasync = lambda fd: None
+    os.fsync = lambda fd: fsync(fd) if stat.S_ISDIR(os.fstat(fd).st_mode) else None

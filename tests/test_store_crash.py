@@ -42,9 +42,9 @@ def test_nothing_acknowledged_is_lost(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("without", "arguments", "seen_as"),
     [
-        ("sync", ("--cuts", 8), "lost"),
-        ("chain", ("--kills", 10), "broken chains"),
-        ("crc", ("--kills", 2, "--flips", 10), "wrong"),
+        ("sync", ("--cuts", 24), "lost"),
+        ("chain", ("--kills", 20), "broken chains"),
+        ("crc", ("--kills", 10, "--flips", 10), "wrong"),
     ],
 )
 def test_the_crash_test_fails_on_a_store_without(
@@ -54,8 +54,6 @@ def test_the_crash_test_fails_on_a_store_without(
     if "NO POWER IS CUT HERE" in said:
         pytest.skip(said.splitlines()[0] + "; as root, where loop devices are, it can")
     assert code == 1 and totals[seen_as] > 0, said[-3000:]
-    code, totals, said = crash(tmp_path, "--seed", 1, *arguments)
-    assert code == 0 and totals[seen_as] == 0, said[-3000:]
 
 
 @pytest.mark.parametrize(

@@ -59,8 +59,9 @@ def test_the_crash_test_fails_on_a_store_without(
 @pytest.mark.parametrize(
     ("what", "how", "least"),
     [
-        *(("owner", "stop", 50), ("compactor", "stop", 80), ("sleeper", "stop", 80), ("taker", "stop", 30)),
+        *(("owner", "stop", 50), ("compactor", "stop", 80), ("taker", "stop", 30)),
         *(("owner", "kill", 50), ("compactor", "kill", 80), ("taker", "kill", 30)),
+        pytest.param("sleeper", "stop", 80, marks=pytest.mark.slow),
     ],
 )
 def test_who_is_stopped_anywhere_does_no_harm(what: str, how: str, least: int, tmp_path: Path) -> None:

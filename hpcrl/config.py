@@ -224,10 +224,11 @@ def load(path: Path, sets: Iterable[str] = ()) -> Config:
 
     Raises ConfigError: it names the file or setting, the key, what was found and what is allowed.
     """
-    tree = _read(path, ())
-    for text in sets:
-        _apply(tree, text)
-    return _validate(tree, str(path))
+    try:
+        tree = _read(path, ())
+    except RecursionError as error:
+        raise ConfigError(f"{path}: nested too deep") from error
+    return _validate(_with(tree, sets), str(path))
 
 
 def load_resolved(path: Path) -> Config:
@@ -255,10 +256,18 @@ def check_resume(old: Config, new: Config) -> None:
 
 
 def with_sets(config: Config, sets: Iterable[str]) -> Config:
-    tree = config.model_dump(mode="json")
+    return _validate(_with(config.model_dump(mode="json"), sets), "--set")
+
+
+def _with(tree: dict[str, Any], sets: Iterable[str]) -> dict[str, Any]:
     for text in sets:
-        _apply(tree, text)
-    return _validate(tree, "--set")
+        try:
+            _apply(tree, text)
+        except ConfigError:
+            raise
+        except (TypeError, AttributeError, ValueError, RecursionError) as error:  # a tree of no such shape
+            raise ConfigError(f"--set {text[:200]}: can't be applied to this config ({error})") from error
+    return tree
 
 
 def _difference(name: str, was: Any, now: Any) -> tuple[str, Any, Any]:
@@ -357,6 +366,8 @@ def _apply(tree: dict[str, Any], text: str) -> None:
 def _validate(tree: Mapping[str, Any], source: str) -> Config:
     try:
         return Config.model_validate(tree)
+    except RecursionError as error:
+        raise ConfigError(f"{source}: nested too deep") from error
     except ValidationError as error:
         raise ConfigError(f"{source}: " + "; ".join(_explain(tree, row) for row in error.errors()[:5])) from error
 
@@ -366,7 +377,8 @@ def _explain(tree: Mapping[str, Any], row: Any) -> str:
     where: Any = tree
     table: Any = Config
     for part in row["loc"]:
-        where = where[part] if isinstance(where, list) or part in (where or {}) else None
+        there = part < len(where) if isinstance(where, list) else isinstance(where, dict) and part in where
+        where = where[part] if there else None
         if isinstance(part, int):
             labels.append(str(where.get("name", part)) if isinstance(where, dict) else str(part))
         else:

@@ -12,14 +12,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import json
 import logging
+import re
 import shutil
 import subprocess
 import sys
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -34,7 +36,7 @@ from hpcrl.observe.summary import plot
 from hpcrl.rollout.loop import DISK
 from hpcrl.store.index import Store
 from hpcrl.store.ledger import LedgerWriter, ProgressReader, UpdateRow, entries, lineage
-from hpcrl.types import Ended, Entry, EnvironmentFamily, HpcrlError, State, StoreError, Task
+from hpcrl.types import Ended, Entry, EnvironmentFamily, HpcrlError, State, Task
 from hpcrl.workers.guest import TOPIC
 from hpcrl.workers.hosts import run_ticket
 
@@ -44,6 +46,7 @@ TICK_S = 0.25
 PROBE_S = 1.0  # between two looks at a node's engines
 END_GRACE_S = 30.0
 CALL_S, LOAD_S = 30.0, 900.0  # for an answer; for one to a load
+TRAJECTORY = re.compile(r"[A-Za-z0-9._-]{1,200}\.0")  # of one that a user asks for: the only one of its group
 LEAST_FREE_BYTES = 1 << 20  # with less than that in the run folder's filesystem a run ends itself
 
 
@@ -69,8 +72,24 @@ class TaskStream:
             self._streams[key] = (iter(tasks), [])
         stream, drawn = self._streams[key]
         while len(drawn) <= number:
-            drawn.append(next(stream))
+            task = next(stream)
+            _check(task, self._family.name)
+            drawn.append(task)
         return drawn[number]
+
+
+def _check(task: Task, environment: str) -> None:
+    """Raises HpcrlError for one that could not be stored, or run here."""
+    if task.environment != environment:
+        raise HpcrlError(f"a task of environment {task.environment!r}; this run has {environment!r}")
+    if not isinstance(task.payload, Mapping) or not isinstance(task.kind, str):
+        raise HpcrlError(f"a task of environment {environment!r}: payload must be a mapping and kind a string")
+    try:
+        json.dumps(dict(task.payload), allow_nan=False)
+        if not all(isinstance(key, str) for key in task.payload):
+            raise ValueError("keys must be strings")
+    except (TypeError, ValueError, RecursionError) as error:
+        raise HpcrlError(f"a task of environment {environment!r}: its payload is no JSON: {error}") from error
 
 
 class Arrivals(SchedulerPlugin):  # type: ignore[misc]
@@ -413,10 +432,11 @@ class Driver:
                 raise ValueError(f"unknown command {command!r}")
             if command == "submit":
                 task = Task(**row["task"])
-                if not row["trajectory"].endswith(".0"):
-                    raise ValueError(f"trajectory {row['trajectory']!r} must end with .0, its number in its group")
-        except (StoreError, ValueError, KeyError, TypeError, AttributeError) as error:
-            logger.warning("%s: refused: %s", path, error)
+                _check(task, self._config.environment.name)
+                if not TRAJECTORY.fullmatch(row["trajectory"]):
+                    raise ValueError(f"trajectory {row['trajectory']!r}: must match {TRAJECTORY.pattern}")
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OSError) as error:
+            logger.warning("%s: refused: %s: %s", path, type(error).__name__, error)
             path.rename(path.with_suffix(".refused"))
             return
         if command == "submit":
@@ -519,9 +539,16 @@ class Driver:
         while True:
             with self._waiting_for_space():
                 publish_json(self._paths.heartbeat, self.status())
+                self._publish_address()
                 if shutil.disk_usage(self._paths.root).free < LEAST_FREE_BYTES:
                     raise OSError(errno.ENOSPC, "less than a MiB is free in the run folder's filesystem")
             await asyncio.sleep(self._config.launch.status_s)
+
+    def _publish_address(self) -> None:
+        """Where hosts and sandbox nodes find control; again, should the file have gone."""
+        row = {"address": self._scheduler.address, "incarnation": self._incarnation}
+        if read_json(self._paths.scheduler) is None:
+            publish_json(self._paths.scheduler, row)
 
     def status(self) -> dict[str, Any]:
         """Everything that `hpcrl status` shows, as JSON."""
@@ -557,6 +584,7 @@ class Driver:
                 "admitted": flow.counts.admitted, "open": len(flow.open), **flow.counts.status,
                 "faults": dict(flow.counts.faults),
             },
+            "last_fault": flow.last_fault,
             "steps": flow.counts.steps,
             "valid_calls": flow.counts.valid_calls / flow.counts.calls if flow.counts.calls else None,
             "receipts": self._receipts,
@@ -598,7 +626,7 @@ class Driver:
         curve = [
             {"update": row.update, "phase": row.phase, "reward": row.metrics.get("reward", 0.0)}
             for row in lineage(self._paths)
-            if row.trajectories
+            if row.trajectories and not self._config.phase_named(row.phase).from_expert  # that reward is the expert's
         ]
         evaluations = {name: asdict(result) for name, result in self.flow.evaluations.items()}
         if curve:

@@ -82,7 +82,9 @@ class Job:
 def jobs(paths: RunPaths) -> list[Job]:
     """Every job that was submitted for this run, oldest first."""
     rows, _ = read_lines(paths.jobs, skip_torn=True)
-    return [Job(**{key: row[key] for key in Job.__dataclass_fields__}) for row in rows if row["event"] == "submitted"]
+    names = Job.__dataclass_fields__
+    whole = [row for row in rows if row.get("event") == "submitted" and all(name in row for name in names)]
+    return [Job(**{name: row[name] for name in names}) for row in whole]
 
 
 def newest(paths: RunPaths, role: Role, index: int = 0) -> Job | None:

@@ -216,14 +216,16 @@ def publish_json(path: Path, value: Mapping[str, Any]) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """A JSON object that `publish_json` wrote, or None where there is none."""
+    """A JSON object that `publish_json` wrote, or None where there is none. Raises StoreError for anything else."""
     try:
         value = json.loads(by_name(path.read_text))
+        if not isinstance(value, dict):
+            raise ValueError(f"{type(value).__name__} where an object should be")
     except FileNotFoundError:
         return None
-    except json.JSONDecodeError as error:
-        raise StoreError(f"{path}: not JSON ({error})") from error
-    return value if isinstance(value, dict) else None
+    except (ValueError, RecursionError) as error:
+        raise StoreError(f"{path}: not a JSON object ({error}); remove it") from error
+    return value
 
 
 def is_full(error: BaseException) -> bool:
@@ -285,8 +287,11 @@ def read_lines(path: Path, start: int = 0, *, skip_torn: bool = False) -> tuple[
     rows = []
     for line in data[:end].splitlines():
         try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError as error:
+            row = json.loads(line)
+            if not isinstance(row, dict):
+                raise ValueError(f"{type(row).__name__} where an object should be")
+            rows.append(row)
+        except (ValueError, RecursionError) as error:
             if not skip_torn:
-                raise StoreError(f"{path}: line that is not JSON ({error})") from error
+                raise StoreError(f"{path}: line that is no JSON object ({error})") from error
     return rows, start + end

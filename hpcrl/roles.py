@@ -306,7 +306,7 @@ def learner(paths: RunPaths, config: Config, control_number: int) -> None:
     meeting = paths.control / f"learner-{job_id()}.json"
     if rank == 0:
         low, high = config.launch.port_range
-        port = free_port(low, (low + high) // 2)
+        port = free_port(low, high)
         publish_json(meeting, {"address": "127.0.0.1", "port": port})
     row = _wait_for(meeting, 60)
     watch = ControlWatch(paths, config)

@@ -7,10 +7,11 @@ import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+from hpcrl.config import load_resolved
 from hpcrl.layout import RunPaths, publish_json
 from hpcrl.store.index import Store
 from hpcrl.store.records import Kind
-from hpcrl.types import Receipt, Task
+from hpcrl.types import ConfigError, Ended, Receipt, Task
 
 
 class Run:
@@ -29,6 +30,11 @@ class Run:
 
         The request is a file in the run folder, kept until the trajectory has ended, so no restart loses it.
         """
+        environment = load_resolved(self._paths.config).environment.name
+        if task.environment != environment:
+            raise ConfigError(f"task of environment {task.environment!r}: this run has {environment!r}")
+        if self._paths.stopped.exists():
+            raise ConfigError(f"{self._paths.root}: is not running; `hpcrl resume` continues one that was stopped")
         trajectory = f"{task.id}.u{time.time_ns()}.0"
         row = {
             "command": "submit",
@@ -37,6 +43,12 @@ class Run:
         }
         publish_json(self._paths.inbox / f"{trajectory}.json", row)
         return trajectory
+
+    def result(self, trajectory: str) -> Ended | None:
+        """How a trajectory ended (status, rewards, fault, counts); None while it has not."""
+        with Store(self._paths, open_segments=True, only=trajectory) as store:
+            head = store.head(trajectory)
+            return store.ended(trajectory, head) if head else None
 
     async def steps(self, trajectory: str, *, poll_s: float = 0.5) -> AsyncIterator[Receipt]:
         """Each durable record's receipt, in chain order, from the first on, until the trajectory has ended.

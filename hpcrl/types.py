@@ -155,7 +155,7 @@ class Task:
     @property
     def id(self) -> str:
         text = json.dumps(dict(self.payload), sort_keys=True, separators=(",", ":"), ensure_ascii=False)
-        return f"{self.environment}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+        return f"{self.environment}-{hashlib.sha256(text.encode(errors='surrogatepass')).hexdigest()[:12]}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -39,9 +39,9 @@ def train(
     settings = config.load(file, sets or ())
     folder = run or Path("runs") / f"{settings.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     if folder.exists():
-        raise ConfigError(
-            f"{folder}: this folder exists; continue it with `hpcrl resume {folder}` or give another --run"
-        )
+        is_run = (folder / "config.json").exists()
+        what = f"continue it with `hpcrl resume {folder}` or give another --run" if is_run else "give another --run"
+        raise ConfigError(f"{folder}: this folder exists; {what}")
     check(settings)
     paths = make_run(folder, settings)
     sys.exit(watch_to_end(paths, settings))
@@ -50,6 +50,8 @@ def train(
 @app.command()
 def resume(run: RunFolder, sets: Sets = None) -> None:
     """Continue a run that was stopped or broke off: next update, nothing lost, nothing trained twice."""
+    from hpcrl.learner.models import ensure_model
+
     paths = RunPaths.of(run)
     old = config.load_resolved(paths.config)
     settings = config.with_sets(old, sets or ())
@@ -62,6 +64,9 @@ def resume(run: RunFolder, sets: Sets = None) -> None:
         print(f"{run}: is done; nothing to resume")
         return
     check(settings)
+    paths.make()  # it may have been cut short while it was made
+    ensure_model(settings.model, paths, settings.seed)
+    launch.make_certificate(paths)
     if settings != old:
         publish(paths.config, config.dump(settings))
     paths.stopped.unlink(missing_ok=True)
@@ -78,12 +83,14 @@ def stop(run: RunFolder) -> None:
     control = launch.newest(paths, "control")
     if control is not None and control.alive:
         ask_to_stop(paths)
+        print(f"{run}: stopping: trajectories in flight are parked, the store is sealed …", flush=True)
         until = time.monotonic() + STOP_S
         while control.alive and time.monotonic() < until:
             time.sleep(0.2)
     if control is not None and control.alive and read_json(paths.stopped) is None:
         publish_json(paths.stopped, {"outcome": "stopped", "wall": time.time()})  # it hangs: not to be started again
     left = end_jobs(paths)
+    shutil.rmtree(paths.private(), ignore_errors=True)
     print(f"{run}: stopped" + (f" ({left} jobs had to be ended by hand)" if left else ""))
 
 
@@ -176,6 +183,7 @@ def make_run(folder: Path, settings: Config) -> RunPaths:
         publish(paths.config, config.dump(settings))
         print(f"run folder: {paths.root}", flush=True)
         began = time.monotonic()
+        print(f"making the model ({settings.model.source}) …", flush=True)
         ensure_model(settings.model, paths, settings.seed)
         print(f"model: {settings.model.source} ({time.monotonic() - began:.0f} s)", flush=True)
         launch.make_certificate(paths)
@@ -185,6 +193,7 @@ def make_run(folder: Path, settings: Config) -> RunPaths:
         raise ConfigError(f"{folder}: can't be written: {error.strerror or error}") from error
     except BaseException:
         shutil.rmtree(paths.root, ignore_errors=True)
+        print(f"nothing was started; {paths.root} is removed", file=sys.stderr)
         raise
     return paths
 
@@ -213,8 +222,12 @@ def watch_to_end(paths: RunPaths, settings: Config) -> int:
     told = False
     with Watch() as view:
         while job.alive:
+            if not paths.config.exists():
+                job.kill()
+                print(f"hpcrl: {paths.root}: the run folder is gone; its jobs end by themselves", file=sys.stderr)
+                return 1
             row = read_json(paths.heartbeat)
-            if row is not None and row["incarnation"]:
+            if row is not None and row.get("incarnation"):
                 view.show(row)
                 if row["updates"]["done"] > updates:  # the run moves: what died before is forgiven
                     restarts, updates = 0, row["updates"]["done"]
@@ -314,8 +327,9 @@ def print_summary(paths: RunPaths) -> None:
     if paths.plot.exists():
         print(f"reward curve: {paths.plot}")
     print("look further:")
-    for command, what in (
-        ("status", "jobs, accounting, success"), ("store ls", "every trajectory"),
-        ("store verify", "checksums, chains, nothing trained twice"), ("resume", "go on, when stopped"),
-    ):  # fmt: skip
+    commands = [("status", "jobs, accounting, success"), ("store ls", "every trajectory")]
+    commands.append(("store verify", "checksums, chains, nothing trained twice"))
+    if row["state"] != "done":
+        commands.append(("resume", "go on"))
+    for command, what in commands:
         print(f"  hpcrl {command} {paths.root}   # {what}")

@@ -42,21 +42,25 @@ def show(run: RunFolder, trajectory: Annotated[str, typer.Argument()]) -> None:
     """Every record of one trajectory, as text."""
     from hpcrl.rollout.render import Renderer
     from hpcrl.store.index import Store
+    from hpcrl.store.records import Kind
     from hpcrl.types import StoreError
 
     paths = RunPaths.of(run)
     with Store(paths, open_segments=True, only=trajectory) as store:
         records = store.records(trajectory)
+        prompts = {hash: store.record("", hash) for record in records if (hash := record.meta.get("root"))}
     if not records:
         raise StoreError(f"{run}: has no trajectory {trajectory!r}; `hpcrl store ls {run}` lists them")
     renderer = Renderer(paths.model)
     for record in records:
+        if prompt := prompts.get(record.meta.get("root") or ""):
+            print(f"PROMPT     {renderer.transcript(prompt.ids)!r}")
         print(f"{record.kind.name:10} attempt {record.attempt} step {record.step} {record.hash}")
         if len(record.ids):
             print(f"           {renderer.transcript(record.ids)!r}")
-        for key in ("calls", "results", "status", "rewards", "fault"):
-            if record.meta.get(key):
-                print(f"           {key}: {json.dumps(record.meta[key], ensure_ascii=False)}")
+        for key in ("task", "calls", "results", "state", "status", "rewards", "fault"):
+            if record.meta.get(key) and (key != "state" or record.kind is Kind.TRANSITION):
+                print(f"           {key}: {json.dumps(record.meta[key])}")
 
 
 @app.command("query")

@@ -127,6 +127,8 @@ class Flow:
         self.counts: Counts = restored.counts
         self.recent: deque[float] = deque(maxlen=256)  # rewards of the latest scored training trajectories
         self.full: frozenset[str] = frozenset()  # nodes whose log waits for space: nothing new is admitted
+        self.barren = 0  # groups in a row that gave the ledger nothing
+        self.last_fault = ""
         self.finished = False
         self.backlog: list[Instruction] = []  # what restoring found to be done
         self._restored = restored
@@ -438,7 +440,9 @@ class Flow:
         """All members ended: those with a reward go to the ledger together, in member order."""
         scored = sorted((ended for ended in group.ended if says_of_policy(ended)), key=lambda ended: ended.trajectory)
         if len(scored) < min(2, group.size):
+            self.barren += 1
             return []  # no baseline to be had
+        self.barren = 0
         entries = tuple(
             Entry(
                 trajectory=ended.trajectory, attempt=ended.attempt, head=ended.head, group=ended.group,
@@ -463,6 +467,7 @@ class Flow:
         row.spent_s += now - row.placed_at
         self.counts.faults[fault.cause] += 1
         row.faults[fault.cause] += 1
+        self.last_fault = f"{fault.cause}, {fault.where}: {fault.message}"[:500]
         tries = row.faults[fault.cause]
         budget = getattr(self.config.retries, fault.cause.value, 0)
         verdict = fault if tries > budget else None
@@ -559,6 +564,11 @@ class Flow:
     # -- the end --
 
     def _over(self) -> list[Instruction]:
+        phase = self.phase
+        if phase is not None and self.barren >= max(8, 2 * self._batch(phase) // phase.group_size):
+            self.finished = True
+            what = f"the last {self.barren} groups gave nothing to train on ({self.last_fault})"
+            return [Finish(outcome=f"failed: {what}")]
         stuck = self._refused_by_all()
         if stuck >= 0:
             self.finished = True

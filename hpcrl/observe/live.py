@@ -62,6 +62,8 @@ def line(status: Mapping[str, Any]) -> str:
         f"lag {status['lag']}",
         f"ETA {duration(status['eta_s'])}",
     ]
+    if faults := sum(status["accounting"]["faults"].values()):
+        parts.append(f"faults {faults}")
     if status["evaluating"]:
         parts.insert(1, f"evaluating {status['evaluating']}")
     return "  ".join(parts)
@@ -84,9 +86,16 @@ def panel(status: Mapping[str, Any]) -> Group:
             f"{status['tokens_per_s']:.0f} tokens/s, busy {status['busy_share']:.0%}, version {status['version']}",
         ),
         ("lag", str(status["lag"])),
+        ("faults", faults(status)),
     ):
         table.add_row(Text(label, style="bold"), value)
     return Group(table, ProgressBar(total=max(1, updates["total"]), completed=updates["done"], width=60))
+
+
+def faults(status: Mapping[str, Any]) -> str:
+    """How many attempts failed, by cause, and why the latest did."""
+    counts = ", ".join(f"{count} {cause}" for cause, count in status["accounting"]["faults"].items())
+    return f"{counts}; the latest: {status['last_fault'][:150]}" if counts else "none"
 
 
 def latest(status: Mapping[str, Any]) -> str:

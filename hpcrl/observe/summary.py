@@ -40,10 +40,11 @@ def plot(curve: Sequence[Mapping[str, Any]], evaluations: Mapping[str, Mapping[s
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(8, 4.5), dpi=120)
-    ends: dict[str, int] = {"before": 0}
+    ends: dict[str, int] = {}
     for phase in dict.fromkeys(row["phase"] for row in curve):
         rows = [row for row in curve if row["phase"] == phase]
         updates = [row["update"] for row in rows]
+        ends.setdefault(list(evaluations)[-2] if len(evaluations) > 1 else "before", updates[0])
         ends[f"after_{phase}"] = updates[-1]
         axes.plot(updates, [row["reward"] for row in rows], label=f"{phase}: mean reward of a batch", linewidth=1.2)
     for name, row in evaluations.items():

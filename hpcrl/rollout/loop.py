@@ -15,9 +15,8 @@ import asyncio
 import base64
 import contextlib
 import dataclasses
-import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -49,6 +48,7 @@ from hpcrl.types import (
 )
 
 DISK = "disk"  # `where` of the fault of a disk or quota that is used up
+MAX_REWARD = 1e6
 UNKNOWN = "outcome unknown: the call may or may not have happened"
 
 
@@ -180,7 +180,8 @@ class Loop:
     async def _open(self) -> None:
         """Reset the world and put the opening messages into the context."""
         messages = await self._environmental("reset", self._environment.reset(self._sandbox))
-        ids = self._renderer.start(messages)
+        with self._guarded("reset"):
+            ids = self._renderer.start(messages)
         opening = prompt(ids)
         self._write(opening)
         self._root = opening.hash
@@ -220,16 +221,16 @@ class Loop:
         return self._observe(outcome, last.meta["finish_reason"])
 
     def _calls(self, generation: Generation) -> tuple[ToolCall, ...]:
-        try:
-            calls = self._environment.parse(self._renderer.text(generation.ids))
-        except Exception as error:
-            raise self._broken("parse", error) from error
         step = f"{self.ticket.trajectory}/{self._num_steps}"
-        effects = {tool.name: tool.effects for tool in self._environment.tools()}  # the tool's word, not the call's
-        return tuple(
-            dataclasses.replace(call, key=f"{step}/{index}", effects=effects.get(call.name, call.effects))
-            for index, call in enumerate(calls)
-        )
+        with self._guarded("tools"):
+            effects = {tool.name: tool.effects for tool in self._environment.tools()}  # the tool's word, not the call's
+        with self._guarded("parse"):
+            calls = self._environment.parse(self._renderer.text(generation.ids))
+            return tuple(
+                dataclasses.replace(call, key=f"{step}/{index}", effects=effects.get(call.name, call.effects))
+                for index, call in enumerate(calls)
+            )
+        raise AssertionError
 
     async def _step(self, calls: Sequence[ToolCall]) -> StepOutcome:
         self.state = State.WAITING_TOOL
@@ -238,23 +239,34 @@ class Loop:
         self._waited_s += time.monotonic() - began
         return self._checked(outcome)
 
-    @staticmethod
-    def _checked(outcome: StepOutcome) -> StepOutcome:
+    def _checked(self, outcome: StepOutcome) -> StepOutcome:
         """What isn't the policy's fault ends the attempt: an answer that rests on it says nothing of the policy."""
+        if not isinstance(outcome, StepOutcome):
+            raise self._broken("step", TypeError(f"returned {type(outcome).__name__}, not a StepOutcome"))
         if outcome.fault is not None and outcome.fault.cause is not Cause.POLICY:
             raise AttemptFault(outcome.fault)
         return outcome
 
     async def _environmental(self, what: str, awaitable: Any) -> Any:
         """The boundary around an environment's code: what it raises is its fault, unless it says whose it was."""
-        try:
+        with self._guarded(what):
             return await awaitable
+
+    @contextlib.contextmanager
+    def _guarded(self, what: str) -> Iterator[None]:
+        try:
+            yield
         except (AttemptFault, EngineFault):
             raise
-        except Exception as error:
+        except asyncio.CancelledError as error:
+            me = asyncio.current_task()
+            if me is None or me.cancelling():
+                raise  # we are to end; else it is the environment's own doing
+            raise self._broken(what, error) from error
+        except (Exception, SystemExit, KeyboardInterrupt) as error:
             raise self._broken(what, error) from error
 
-    def _broken(self, what: str, error: Exception) -> AttemptFault:
+    def _broken(self, what: str, error: BaseException) -> AttemptFault:
         where = f"{self.ticket.task.environment}.{what}"
         return AttemptFault(Fault(cause=Cause.ENVIRONMENT, where=where, message=f"{type(error).__name__}: {error}"))
 
@@ -307,7 +319,8 @@ class Loop:
         over = outcome.done or bool(outcome.truncated)
         ids = np.empty(0, np.int32)
         if outcome.messages and not over:
-            ids = self._renderer.extend(outcome.messages, after_stop=finish_reason == "stop")
+            with self._guarded("step"):
+                ids = self._renderer.extend(outcome.messages, after_stop=finish_reason == "stop")
         meta = {
             "parts": [
                 {"role": message.role, **dataclasses.asdict(part)}
@@ -340,9 +353,9 @@ class Loop:
         self.state = State.SCORING
         if status in (State.COMPLETED, State.TRUNCATED):
             try:
-                rewards = {source: float(value) for source, value in self._environment.rewards().items()}
-                if not all(map(math.isfinite, rewards.values())):
-                    raise ValueError(f"a reward is no finite number: {rewards}")
+                rewards = {str(source): float(value) for source, value in self._environment.rewards().items()}
+                if not all(abs(value) <= MAX_REWARD for value in rewards.values()):
+                    raise ValueError(f"a reward is no number within ±{MAX_REWARD:g}: {rewards}")
             except Exception as error:
                 rewards, status = {}, State.FAILED
                 fault = Fault(cause=Cause.REWARD, where="rewards", message=f"{type(error).__name__}: {error}")

@@ -64,6 +64,7 @@ class Store:
         self._metas: dict[str, Mapping[str, Any]] = {}  # of these
         self._prompts: dict[str, Row] = {}
         self._cache: dict[str, tuple[tuple[int, int], dict[str, Row]]] = {}
+        self._looked = False
         self._merged: Table | None = None
         self._frame: pd.DataFrame | None = None
 
@@ -90,6 +91,7 @@ class Store:
 
     def refresh(self) -> None:
         """Take in what is new in the folder; costs in proportion to that. A file that is damaged goes to `damaged`."""
+        self._looked = True
         while not self._look():
             pass
 
@@ -468,6 +470,8 @@ class Store:
 
     def summary(self) -> Table:
         """One row per trajectory, the fields of rows.TRAJECTORIES; kept until something new is taken in."""
+        if not self._looked:
+            self.refresh()
         if self._merged is None:
             fresh = [summarize(name, rows.values(), self._metas) for name, rows in self._fresh.items()]
             found = [shard.trajectories for shard in self._shards.values()]

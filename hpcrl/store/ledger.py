@@ -64,11 +64,25 @@ class _Files:
         return sorted(self._heads)
 
     def link(self, incarnation: int, key: str) -> dict[str, Any] | None:
-        """What an incarnation's first line says that it continues; None when nothing that is there."""
+        """What an incarnation's first line says that it continues; None when nothing.
+
+        Raises StoreError when that isn't there: what was trained would be forgotten without a word.
+        """
         value = self._heads[incarnation].get(key)
-        if value and value["incarnation"] >= incarnation:
-            raise StoreError(f"{self.path(incarnation)}: continues {value['incarnation']}, which is not before it")
-        return value if value and value["incarnation"] in self._heads else None
+        try:
+            before = int(value["incarnation"]) if value else 0
+        except (TypeError, KeyError, ValueError) as error:
+            raise StoreError(f"{self.path(incarnation)}: damaged: its first line says {key} {value!r}") from error
+        if not before:
+            return None
+        if before >= incarnation:
+            raise StoreError(f"{self.path(incarnation)}: continues {before}, which is not before it")
+        if before not in self._heads:
+            raise StoreError(
+                f"{self.path(before)}: missing or empty, though {self.path(incarnation).name} continues it"
+            )
+        assert isinstance(value, dict)
+        return value
 
     def new(self, incarnation: int, stop: int | None = None) -> list[tuple[int, dict[str, Any]]]:
         """(line, row) not given yet, lines below `stop` only."""

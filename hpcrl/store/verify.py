@@ -122,7 +122,7 @@ def verify(paths: RunPaths, *, deep: bool = False) -> VerifyReport:
         ledger_entries=len(ledger),
         ledger_heads_missing=len(problems.get("heads", ())),
         ledger_heads_pruned=pruned,
-        updates=len(updates),
+        updates=sum(bool(row.trajectories) for row in updates),
         trained_twice=len(problems.get("twice", ())),
         problems=tuple(text for texts in problems.values() for text in texts[:_SHOWN]),
     )

@@ -43,7 +43,10 @@ def train(
         what = f"continue it with `hpcrl resume {folder}` or give another --run" if is_run else "give another --run"
         raise ConfigError(f"{folder}: this folder exists; {what}")
     check(settings)
-    paths = make_run(folder, settings)
+    try:
+        paths = make_run(folder, settings)
+    except KeyboardInterrupt:
+        sys.exit(f"hpcrl: interrupted before anything was started; {folder} is removed")
     sys.exit(watch_to_end(paths, settings))
 
 
@@ -193,7 +196,6 @@ def make_run(folder: Path, settings: Config) -> RunPaths:
         raise ConfigError(f"{folder}: can't be written: {error.strerror or error}") from error
     except BaseException:
         shutil.rmtree(paths.root, ignore_errors=True)
-        print(f"nothing was started; {paths.root} is removed", file=sys.stderr)
         raise
     return paths
 

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import faulthandler
 import logging
 import os
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +25,8 @@ from hpcrl.telemetry import start_logging
 from hpcrl.types import ConfigError, HpcrlError
 
 logger = logging.getLogger(__name__)
+
+STUCK_S = 120.0
 
 
 def run_role(root: str, role: str, index: int, control_number: int) -> None:
@@ -254,12 +258,22 @@ async def host(paths: RunPaths, config: Config, node: str, index: int, number: i
         leave = lambda _: os._exit(3)  # noqa: E731
         log.closed.add_done_callback(leave)  # without its log a host can promise nothing
         announcing = asyncio.create_task(served.announce())
+        threading.Thread(target=_end_when_stuck, args=(served,), daemon=True).start()
         try:
             await guest.serve()
         finally:
             announcing.cancel()
             log.closed.remove_done_callback(leave)
             await served.close()
+
+
+def _end_when_stuck(served: Any) -> None:
+    """An environment that blocks holds up every loop of its host, deadlines included: then a new host must do."""
+    while time.monotonic() - served.beat < STUCK_S:
+        time.sleep(5.0)
+    logger.error("this host's event loop stood still for %g s; where each thread is, the job's log says", STUCK_S)
+    faulthandler.dump_traceback()
+    os._exit(4)
 
 
 # ---- sandbox ------------------------------------------------------------------------------------------------------

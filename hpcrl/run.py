@@ -51,11 +51,13 @@ class Run:
             return store.ended(trajectory, head) if head else None
 
     async def steps(self, trajectory: str, *, poll_s: float = 0.5) -> AsyncIterator[Receipt]:
-        """Each durable record's receipt, in chain order, from the first on, until the trajectory has ended.
+        """Each durable record's receipt, in chain order, from the first on, until the trajectory has ended or the run came
+        to rest.
 
         Reads the log, which is the truth: a control that was restarted meanwhile loses none.
         """
         seen: set[str] = set()
+        over = False
         with Store(self._paths, open_segments=True) as store:
             while True:
                 for receipt in store.receipts(trajectory):
@@ -64,5 +66,8 @@ class Run:
                         yield receipt
                         if receipt.kind == Kind.END.name:
                             return
+                if over:
+                    return
                 await asyncio.sleep(poll_s)
+                over = self._paths.stopped.exists()
                 await asyncio.to_thread(store.refresh)

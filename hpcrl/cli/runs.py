@@ -230,7 +230,10 @@ def watch_to_end(paths: RunPaths, settings: Config) -> int:
                 return 1
             row = read_json(paths.heartbeat)
             if row is not None and row.get("incarnation"):
-                view.show(row)
+                try:
+                    view.show(row)
+                except BrokenPipeError:  # nobody reads on; the run is to go on all the same
+                    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
                 if row["updates"]["done"] > updates:  # the run moves: what died before is forgiven
                     restarts, updates = 0, row["updates"]["done"]
             if stopping and not told:

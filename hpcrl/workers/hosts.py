@@ -109,6 +109,7 @@ class Host:
         self._beginning = asyncio.Lock()
         self._receipts: list[Receipt] = []
         self._incarnation = 0
+        self.beat = time.monotonic()  # when its event loop last came round
         self.guest: Guest | None = None
 
     # -- tickets --
@@ -244,6 +245,7 @@ class Host:
         """Stream receipts to the driver: hints for speed, so what a missing scheduler can't take is dropped."""
         while True:
             await asyncio.sleep(EVENT_S)
+            self.beat = time.monotonic()
             if self._receipts:
                 rows, self._receipts[:] = [asdict(receipt) for receipt in self._receipts], []
                 worker = self.guest.worker if self.guest else None

@@ -51,8 +51,7 @@ class Run:
             return store.ended(trajectory, head) if head else None
 
     async def steps(self, trajectory: str, *, poll_s: float = 0.5) -> AsyncIterator[Receipt]:
-        """Each durable record's receipt, in chain order, from the first on, until the trajectory has ended or the run came
-        to rest.
+        """Each durable record's receipt, in chain order, until the trajectory has ended or the run came to rest.
 
         Reads the log, which is the truth: a control that was restarted meanwhile loses none.
         """

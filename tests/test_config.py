@@ -91,7 +91,16 @@ def test_set_reaches_any_key(tmp_path: Path) -> None:
     assert settings.model.source == "/m"
 
 
-@pytest.mark.parametrize("text", ["seed", "=3", "rl.lrr=1", "nope.x=1", "seed.x=1", "phase.other.lr=1"])
+ODD_SETS = [
+    "learner.betas=[1]",
+    "rollout.².jobs=1",
+    "seed=" + "9" * 5000,
+    "x=" + "[" * 3000,
+    "model." + "x." * 3000 + "y=1",
+]
+
+
+@pytest.mark.parametrize("text", ["seed", "=3", "rl.lrr=1", "nope.x=1", "seed.x=1", "phase.other.lr=1", *ODD_SETS])
 def test_wrong_set_is_refused(tmp_path: Path, text: str) -> None:
     with pytest.raises(ConfigError):
         config.load(write(tmp_path, BASE), [text])

@@ -186,6 +186,27 @@ def test_a_restarted_control_counts_on_from_what_was() -> None:
     assert flow.counts.admitted == sum(flow.counts.status.values()) + len(flow.open)
 
 
+def test_an_environment_that_always_fails_ends_the_run_with_its_words() -> None:
+    flow = make(settings(evaluation={"tasks": 0}))
+    out = joined(flow)
+    now = 0.0
+    for _ in range(400):
+        now += 40.0
+        for row in starts(out):
+            broken = Fault(cause=Cause.ENVIRONMENT, where="t.reset", message="reset broken")
+            if row.ticket.verdict is not None:
+                failed = replace(ended(row.ticket, status=State.FAILED), rewards={}, fault=broken)
+                flow.handle(f.AttemptEnded(ended=failed), now)
+            else:
+                flow.handle(f.AttemptEnded(ended=replace(ended(row.ticket), status=State.RETRYING, fault=broken)), now)
+        out = flow.handle(f.Tick(), now + 35.0)
+        over = [row.outcome for row in out if isinstance(row, f.Finish)]
+        if over or flow.finished:
+            break
+    assert flow.finished and flow.barren >= 8
+    assert flow.last_fault == "environment, t.reset: reset broken"
+
+
 def loads(instructions: list[f.Instruction]) -> list[int]:
     return [row.version for row in instructions if isinstance(row, f.Load)]
 

@@ -170,7 +170,7 @@ async def test_one_record_that_was_not_stored_stops_the_attempt_before_it(
     assert renderer.transcript(store.sequence(ended.trajectory, ended.head, 1.0).ids).count("answer 233") == 1
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), "much"])
+@pytest.mark.parametrize("value", [1e300, float("nan"), float("inf"), "much"])
 async def test_a_reward_that_is_no_number_is_the_rewards_fault(
     log: LogClient, renderer: Renderer, value: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -229,6 +229,53 @@ async def test_an_environment_that_breaks_is_not_the_policys_fault(
     assert ended.fault is not None and ended.fault.cause is Cause.ENVIRONMENT and ended.fault.where == f"find.{where}"
     store = await stored(tmp_path)
     assert not [row for row in store.records(ended.trajectory) if row.kind is Kind.END], "it is open, to be taken up"
+
+
+class Odd(Broken):
+    """An environment that returns what its protocol doesn't allow, or ends more than itself."""
+
+    def tools(self) -> Any:
+        return self.odd("tools", ())
+
+    async def reset(self, sandbox: Any) -> Any:
+        return self.odd("reset", (Message.of("user", "go"),))
+
+    def parse(self, text: str) -> Any:
+        return self.odd("parse", (ToolCall(name="t", arguments={}),))
+
+    async def step(self, calls: Any, sandbox: Any) -> Any:
+        return self.odd("step", StepOutcome(results=(), messages=(), done=True))
+
+    def odd(self, where: str, value: Any) -> Any:
+        place, _, what = self.where.partition(":")
+        if place != where:
+            return value
+        if what == "exit":
+            raise SystemExit(3)
+        if what == "cancel":
+            raise asyncio.CancelledError
+        surrogate = (Message.of("tool", "\ud800"),)
+        return {"none": None, "text": "text", "surrogate": surrogate}[what]
+
+
+@pytest.mark.parametrize(
+    "where",
+    ["tools:none", "reset:none", "reset:text", "reset:exit", "reset:cancel", "parse:none", "parse:exit", "step:none"],
+)
+async def test_whatever_an_environment_returns_or_raises_is_its_own_fault(
+    log: LogClient, renderer: Renderer, where: str
+) -> None:
+    ended = await loop(log, renderer, ticket(), environment=Odd(where)).run()
+    assert ended.status is State.RETRYING and ended.fault is not None
+    assert (ended.fault.cause, ended.fault.where) == (Cause.ENVIRONMENT, f"find.{where.partition(':')[0]}")
+
+
+async def test_a_cancelled_loop_is_cancelled_and_no_fault(log: LogClient, renderer: Renderer) -> None:
+    running = asyncio.create_task(loop(log, renderer, ticket(), environment=Broken("sleep")).run())
+    await asyncio.sleep(0.2)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
 
 
 async def test_a_reward_that_fails_is_no_reward(log: LogClient, renderer: Renderer) -> None:

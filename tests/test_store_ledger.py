@@ -55,6 +55,18 @@ def names(found: list[tuple[tuple[int, int], Entry]]) -> list[str]:
     return [entry.trajectory for _, entry in found]
 
 
+def test_what_continues_a_file_that_is_gone_is_no_new_beginning(tmp_path: Path) -> None:
+    paths = run_folder(tmp_path)
+    LedgerWriter(paths).close()
+    LedgerWriter(paths).close()
+    (paths.ledger / "000001.jsonl").unlink()
+    with pytest.raises(StoreError, match=r"000001\.jsonl: missing or empty"):
+        entries(paths)
+    (paths.ledger / "000002.jsonl").write_text('{"follows": 5}\n')
+    with pytest.raises(StoreError, match="damaged"):
+        entries(paths)
+
+
 def test_entries_come_once_in_order_with_their_positions(tmp_path: Path) -> None:
     paths = run_folder(tmp_path)
     reader = LedgerReader(paths)

@@ -68,13 +68,14 @@ def repair(paths: RunPaths) -> list[Repaired]:
     """Do it for every damaged file of a run that isn't running. Raises StoreError while a compactor is at work."""
     damaged = {path: text for path in shards(paths) if (text := _damage_of_shard(path))}
     damaged |= {path: text for path in _segments(paths) if (text := _damage_of_segment(path))}
-    return [_repair(paths, path, damaged) for path in damaged]
+    done = [_repair(paths, path, damaged) for path in damaged]
+    return [one for one in done if one is not None]
 
 
 def _damage_of_shard(path: Path) -> str:
     try:
         Shard(path).check()
-    except NewerError:
+    except (NewerError, FileNotFoundError):
         return ""
     except (StoreError, OSError) as error:
         return str(error)
@@ -99,19 +100,22 @@ def _damage_of_segment(path: Path) -> str:
             end = offset + record.size
         behind = find_frame(read_blocks(path), end) if path.suffix == OPEN and end else None
         return f"{path}: damaged at byte {end}" if behind else ""
-    except NewerError:
+    except (NewerError, FileNotFoundError):  # one that is gone is in a shard by now
         return ""
     except (StoreError, OSError) as error:
         return str(error)
 
 
-def _repair(paths: RunPaths, path: Path, damaged: Mapping[Path, str]) -> Repaired:
+def _repair(paths: RunPaths, path: Path, damaged: Mapping[Path, str]) -> Repaired | None:
+    """None when somebody else has dealt with it meanwhile."""
     is_shard = path.parent == paths.shards
     with claim(paths) as number:
         if isinstance(number, str):
             raise StoreError(number)
         try:
             found = _in_shard(path) if is_shard else _in_segment(path)
+        except FileNotFoundError:
+            return None
         except StoreError as error:
             return Repaired(
                 file=str(path), damage=str(error), moved_to="", shard="", rescued=0, elsewhere=0, lost=()

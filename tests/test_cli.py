@@ -47,6 +47,8 @@ def test_run_folder_that_exists(tiny_model: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     run.mkdir()
     (run / "mine").write_text("kept")
+    refused("train", write_config(tmp_path, tiny_model), "--run", run, expect="give another --run")
+    (run / "config.json").write_text("{}")
     refused("train", write_config(tmp_path, tiny_model), "--run", run, expect="hpcrl resume")
     assert (run / "mine").read_text() == "kept"
 

@@ -158,8 +158,19 @@ def _plan(
     number = held.enter_context(claim(paths))
     if isinstance(number, str):
         return _Plan(left_over=left_over, refused=number)
-    fresh, more = _fresh(paths, sources, damaged)  # again, under the claim: another may have compacted since
-    return _Plan(left_over=left_over + more, number=number, batches=_batches(fresh, shard_bytes))
+    try:
+        fresh, more = _fresh(paths, sources, damaged)  # again, under the claim: another may have compacted since
+        return _Plan(left_over=left_over + more, number=number, batches=_batches(fresh, shard_bytes))
+    except FileNotFoundError:
+        return _Plan(left_over=left_over, refused=_taken(paths, number))
+
+
+def _taken(paths: RunPaths, number: int) -> str:
+    """Why a file is gone that nobody else may remove: raises what is being handled unless our claim is gone, too."""
+    path = _claim_path(paths, number)
+    if path.exists():
+        raise
+    return f"{path} was taken from us: we were away for too long"
 
 
 def _fresh(paths: RunPaths, sources: dict[Path, set[str]], damaged: Sequence[str]) -> tuple[list[Path], int]:
@@ -189,10 +200,7 @@ def _compact_all(paths: RunPaths, first: int, batches: Sequence[tuple[int, Seque
             try:
                 done = _plus(done, _compact(paths, number, batch))
             except FileNotFoundError:
-                path = _claim_path(paths, number)
-                if path.exists():
-                    raise
-                done = _plus(done, Report(refused=f"{path} was taken from us: we were away for too long"))
+                done = _plus(done, Report(refused=_taken(paths, number)))
     return done
 
 

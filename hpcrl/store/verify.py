@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from hpcrl.layout import RunPaths
+from hpcrl.layout import RunPaths, read_json
 from hpcrl.store.compact import shards
 from hpcrl.store.index import Store
 from hpcrl.store.ledger import entries, lineage, trained_twice
@@ -98,7 +98,7 @@ def verify(paths: RunPaths, *, deep: bool = False) -> VerifyReport:
                 if together and parent and (parent.segment, parent.offset) > (row.segment, row.offset):
                     problem("order", f"{label}: was stored before its parent")
         ledger, updates = entries(paths), lineage(paths)
-        trained = {trajectory for row in updates for trajectory in row.trajectories} if paths.pruned.exists() else ()
+        trained = {trajectory for row in updates for trajectory in row.trajectories} if read_json(paths.pruned) else ()
         pruned = 0
         for position, entry in ledger:
             if entry.trajectory in trained and not store.rows(entry.trajectory):

@@ -162,8 +162,10 @@ def restore(paths: RunPaths, config: Config, store: Store, rows: Sequence[Update
             counts.end(**{name: row[name] for name in counted})
             if row["kind"] == "user":
                 finished.add(trajectory)
-        elif end := store.ended(trajectory, row["head"]):
+        elif store.head(trajectory) == row["head"] and (end := store.ended(trajectory, row["head"])):
             ended[trajectory] = end
+        else:  # its end is there and something before it is not: it goes on from before that
+            attempts[trajectory] = row["attempt"]
     published = [int(path.parent.name[1:]) for path in paths.weights.glob("v*/manifest.json")]
     return f.Restored(
         ledgered=ledgered, trained=trained, updates=updates, versions=versions, newest=max(published, default=-1),

@@ -8,6 +8,7 @@ import os
 import shutil
 import socket
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -82,14 +83,14 @@ def test_not_a_run_folder(tmp_path: Path) -> None:
 
 
 def fill(disk: Path) -> None:
-    """Leave two MiB or so; the run takes and gives back space meanwhile."""
+    """Leave a quarter of a MiB or so; the run takes and gives back space meanwhile."""
     with (disk / "ballast").open("wb") as ballast:
         for _ in range(100):
             free = shutil.disk_usage(disk).free
-            if free <= 2 << 20:
+            if free <= 1 << 18:
                 break
             with contextlib.suppress(OSError):
-                os.posix_fallocate(ballast.fileno(), os.fstat(ballast.fileno()).st_size, free - (2 << 20))
+                os.posix_fallocate(ballast.fileno(), os.fstat(ballast.fileno()).st_size, free - (1 << 18))
 
 
 @pytest.mark.vllm
@@ -105,9 +106,14 @@ def test_disk_that_fills_up(tiny_model: Path, tmp_path: Path) -> None:
     run = disk / "run"
     config = write_config(tmp_path, tiny_model, updates=4000)
     try:
-        with running("train", config, "--run", run, "--set", "store.full_patience_s=2", run=run) as live:
+        with running("train", config, "--run", run, "--set", "store.full_patience_s=20", run=run) as live:
             live.until("a trajectory under way", lambda row: row["accounting"]["admitted"] > 0)
             fill(disk)
+            time.sleep(8)  # for a short time: the run waits
+            (disk / "ballast").unlink()
+            done = live.status()["updates"]["done"]
+            live.until("updates after a short time without space", lambda row: row["updates"]["done"] > done + 3)
+            fill(disk)  # for too long
             assert live.wait() == 2, live.tail()
             last = live.tail().strip().splitlines()[-1]
             assert "disk full" in last and "hpcrl resume" in last, live.tail()

@@ -161,6 +161,8 @@ async def test_one_record_that_was_not_stored_stops_the_attempt_before_it(
     assert broken.status is State.RETRYING and broken.head == ""
     assert broken.fault is not None and broken.fault.cause is Cause.PLATFORM
     store = await stored(tmp_path)
+    rows = store.rows(broken.trajectory)
+    assert all(not row.parent or row.parent in rows for row in rows.values()), "nothing is stored after the hole"
     head = store.head(broken.trajectory) or ""
     history = history_of(store, broken.trajectory, head) if head else None
     ended = await loop(log, renderer, ticket(attempt=2, adopt=head), history=history).run()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import random
 import shutil
 import subprocess
 import time
@@ -174,6 +175,60 @@ async def test_full_disk_refuses_and_recovers(tmp_path: Path) -> None:
         assert [r.hash for _, r in read_segment(tmp_path / "n1-1.seg")] == acknowledged
     finally:
         await asyncio.to_thread(subprocess.run, ["umount", mount], check=True)
+
+
+@pytest.mark.parametrize("hosts", [1, 2])
+async def test_nothing_is_durable_that_came_after_what_is_not(tmp_path: Path, hosts: int) -> None:
+    """A sync fails while more is on its way: none of that may get through, for it may build on what failed."""
+    paths = run_folder(tmp_path)
+    failing = [False]
+
+    def sync(fd: int) -> None:
+        time.sleep(0.02)
+        if failing[0]:
+            failing[0] = False
+            raise OSError(errno.EIO, "no")
+        os.fdatasync(fd)
+
+    log = open_log(paths, sync=sync)
+    server = LogServer(log, tmp_path / "log.sock")
+    await server.start()
+    chance = random.Random(hosts)
+    failed = chains = 0
+
+    async def chain(client: LogClient, name: str) -> None:
+        """As a loop does it: every record names the one before, without waiting; on an error it ends."""
+        nonlocal failed, chains
+        parent, commits = adopt(name), []
+        for step in range(40):
+            if any(one.done() and one.exception() for one in commits):
+                failed += 1
+                break
+            commits.append(client.append(parent))
+            parent = act(parent, step, [step])
+            await asyncio.sleep(chance.uniform(0, 0.01))
+        await asyncio.gather(*commits, return_exceptions=True)
+        chains += 1
+
+    async def host(number: int) -> None:
+        async with LogClient(tmp_path / "log.sock") as client:
+            for round_ in range(3):
+                await asyncio.gather(*(chain(client, f"{number}.{round_}.{k}") for k in range(8)))
+
+    async def break_it() -> None:
+        while True:
+            await asyncio.sleep(0.15)
+            failing[0] = True
+
+    breaking = asyncio.create_task(break_it())
+    await asyncio.gather(*(host(number) for number in range(hosts)))
+    breaking.cancel()
+    await server.close()
+    await log.close()
+    records = [record for path in segments(paths.log, CLOSED) for _, record in read_segment(path)]
+    there = {record.hash for record in records}
+    assert chains == 24 * hosts and failed > 3 and len(records) > 100
+    assert [record.step for record in records if record.parent and record.parent not in there] == []
 
 
 async def test_a_short_time_without_space_only_delays(tmp_path: Path) -> None:

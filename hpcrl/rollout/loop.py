@@ -160,7 +160,6 @@ class Loop:
             room = min(ticket.sampling.max_tokens, ticket.max_context - self._num_tokens)
             if room <= 0:
                 return State.TRUNCATED, Fault(cause=Cause.POLICY, where="context", message="max_context reached")
-            self._refuse_holes()
             self.state = State.RUNNING
             sampling = dataclasses.replace(ticket.sampling, max_tokens=room, seed=ticket.seed + self._num_steps)
             request = f"{ticket.trajectory}/{ticket.attempt}/{self._num_steps}"
@@ -397,6 +396,7 @@ class Loop:
     # -- helpers --
 
     def _chain(self, kind: Kind, step: int, meta: Mapping[str, Any], **arrays: Any) -> str:
+        self._refuse_holes()
         record = Record(
             kind=kind, trajectory=self.ticket.trajectory, attempt=self.ticket.attempt, step=step, parent=self._parent,
             meta={**meta, "wall": time.time(), "mono": time.monotonic()}, **arrays,

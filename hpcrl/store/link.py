@@ -1,8 +1,11 @@
 """From hosts to their node's log, over a Unix socket: many appends, few bytes and wake-ups.
 
-on connecting, owner -> host: length u32, node name
-host -> owner: length u32, whole frames (all that one loop tick queued)
-owner -> host, for each batch in turn: errno i32 (0: durable), segment u32, offset u64 of the batch's first frame
+on connecting, owner -> host: length u32, node name, failures u32
+host -> owner: length u32, failures u32, whole frames (all that one loop tick queued)
+owner -> host, for each batch in turn: errno i32 (0: durable), failures u32, segment u32, offset u64 of its first frame
+
+`failures` counts batches that the log could not store. A host says how many it knew of when it sent a batch; where
+there were more since, the batch is refused: what is in it may build on a record that isn't there.
 """
 
 from __future__ import annotations
@@ -21,7 +24,8 @@ from hpcrl.store.records import Kind, Record
 from hpcrl.types import Receipt
 
 _LENGTH = struct.Struct("<I")
-_ANSWER = struct.Struct("<iIQ")
+_SENT = struct.Struct("<II")
+_ANSWER = struct.Struct("<iIIQ")
 
 _Sent = list[tuple[Record, int, asyncio.Future[Receipt]]]  # record, bytes of its frame, the future given out
 
@@ -58,10 +62,14 @@ class LogServer:
         answers: asyncio.Queue[asyncio.Future[list[Place]] | None] = asyncio.Queue()
         answering = asyncio.create_task(self._answer(answers, writer))
         try:
-            writer.write(_LENGTH.pack(len(name)) + name)
+            writer.write(_LENGTH.pack(len(name)) + name + _LENGTH.pack(self._log.failures))
             while True:
-                (size,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
-                answers.put_nowait(self._log.submit([await reader.readexactly(size)]))
+                size, known = _SENT.unpack(await reader.readexactly(_SENT.size))
+                frames = await reader.readexactly(size)
+                if known == self._log.failures:
+                    answers.put_nowait(self._log.submit([frames]))
+                else:
+                    answers.put_nowait(_refused(self._log.last_error))
         except (asyncio.IncompleteReadError, OSError):
             pass  # the host is gone (or the log is closed); what it had sent whole is committed all the same
         except asyncio.CancelledError:
@@ -78,9 +86,9 @@ class LogServer:
         while (future := await answers.get()) is not None:
             try:
                 ((segment, offset),) = await future
-                answer = _ANSWER.pack(0, segment, offset)
+                answer = _ANSWER.pack(0, self._log.failures, segment, offset)
             except OSError as error:
-                answer = _ANSWER.pack(error.errno or EIO, 0, 0)
+                answer = _ANSWER.pack(error.errno or EIO, self._log.failures, 0, 0)
             with contextlib.suppress(OSError):
                 writer.write(answer)
                 await writer.drain()
@@ -116,6 +124,7 @@ class LogClient:
         reader, self._writer = await asyncio.open_unix_connection(self._path)
         (size,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
         self.node = (await reader.readexactly(size)).decode()
+        (self._failures,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
         self._task = asyncio.create_task(self._receive(reader), name="log client")
 
     def append(self, record: Record) -> asyncio.Future[Receipt]:
@@ -131,7 +140,7 @@ class LogClient:
         frame = record.frame()
         future: asyncio.Future[Receipt] = asyncio.get_running_loop().create_future()
         if self.closed.done():
-            future.set_exception(ConnectionError("the log's owner is gone"))
+            future.set_exception(self._error())
             return future
         if record.kind is Kind.PROMPT:
             self._prompts[record.hash] = future
@@ -161,21 +170,28 @@ class LogClient:
     def _send(self) -> None:
         batch, self._queue = self._queue, []
         frames, self._frames = self._frames, []
+        if not batch:
+            return  # it failed meanwhile
         if self.closed.done():
             self._fail([batch])
             return
         self._sent.append(batch)
-        self._writer.writelines([_LENGTH.pack(sum(map(len, frames))), *frames])
+        self._writer.writelines([_SENT.pack(sum(map(len, frames)), self._failures), *frames])
 
     async def _receive(self, reader: asyncio.StreamReader) -> None:
         try:
             while True:
-                number, segment, offset = _ANSWER.unpack(await reader.readexactly(_ANSWER.size))
-                for record, size, future in self._sent.popleft():
+                number, failures, segment, offset = _ANSWER.unpack(await reader.readexactly(_ANSWER.size))
+                batch = self._sent.popleft()
+                if number and failures > self._failures:
+                    self._failures = failures
+                    self._fail([*self._sent, self._queue], number)
+                    self._queue, self._frames = [], []
+                for record, size, future in batch:
                     if future.done():
                         pass
                     elif number:
-                        future.set_exception(OSError(number, os.strerror(number), f"log of {self.node}"))
+                        future.set_exception(self._error(number))
                     else:
                         future.set_result(_receipt(record, self.node, segment, offset))
                     offset += size
@@ -188,11 +204,23 @@ class LogClient:
             self._sent.clear()
             self._writer.close()
 
-    def _fail(self, batches: Sequence[_Sent]) -> None:
+    def _fail(self, batches: Sequence[_Sent], number: int = 0) -> None:
+        """These will not be stored: they were appended when it was not yet known that one before them failed."""
         for batch in batches:
             for _, _, future in batch:
                 if not future.done():
-                    future.set_exception(ConnectionError("the log's owner is gone"))
+                    future.set_exception(self._error(number))
+
+    def _error(self, number: int = 0) -> OSError:
+        if not number:
+            return ConnectionError("the log's owner is gone")
+        return OSError(number, os.strerror(number), f"log of {self.node}")
+
+
+def _refused(error: OSError) -> asyncio.Future[list[Place]]:
+    future: asyncio.Future[list[Place]] = asyncio.get_running_loop().create_future()
+    future.set_exception(OSError(*error.args))
+    return future
 
 
 def _receipt(record: Record, node: str, segment: int, offset: int) -> Receipt:

@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 Place = tuple[int, int]  # (segment number, byte offset in it)
+_Waiting = tuple[Sequence[bytes], asyncio.Future[list[Place]]]
 _IOV_MAX = 1000
 MAX_INTERVAL_S = 2.0
 FULL_RETRY_S = 1.0
@@ -107,7 +108,9 @@ class Log:
         self._bytes, self._age_s, self._interval_s, self._clock = segment_bytes, segment_age_s, commit_interval_s, clock
         self._segment: _Segment | None = None
         self._broken: dict[Path, int] = {}  # segments that failed -> their confirmed end; still to be closed
-        self._waiting: list[tuple[Sequence[bytes], asyncio.Future[list[Place]]]] = []
+        self.failures = 0  # batches that could not be stored
+        self.last_error = OSError()  # why the latest of them could not
+        self._waiting: list[_Waiting] = []
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._synced_at = -float("inf")
@@ -195,9 +198,7 @@ class Log:
                 if self.full:  # nothing is acknowledged meanwhile, and nothing fails yet
                     await asyncio.sleep(FULL_RETRY_S)
                     continue
-                for _, future in batch:
-                    if not future.done():
-                        future.set_exception(OSError(getattr(error, "errno", 0) or EIO, str(error)))
+                self._fail(batch, error)
                 if not isinstance(error, OSError):
                     raise
                 return
@@ -208,6 +209,15 @@ class Log:
             if not future.done():
                 future.set_result(places[start : start + len(frames)])
             start += len(frames)
+
+    def _fail(self, batch: Sequence[_Waiting], error: Exception) -> None:
+        """What waits behind the batch fails with it: it may build on a record that isn't there."""
+        self.failures += 1
+        self.last_error = OSError(getattr(error, "errno", 0) or EIO, str(error))
+        behind, self._waiting = self._waiting, []
+        for _, future in [*batch, *behind]:
+            if not future.done():
+                future.set_exception(OSError(*self.last_error.args))
 
     async def _in_thread(self, call: Callable[..., _T], *args: Any) -> _T:
         # Shielded: a cancelled caller must not leave the thread's result unseen.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,10 @@ import numpy as np
 import pytest
 from conftest import EOS, MAX_MODEL_LEN, NUM_TOKENS, EngineRig
 
+from hpcrl.layout import RunPaths
 from hpcrl.rollout import guard
 from hpcrl.rollout.engine import ContextTooLong, EngineFault, VllmEngine
+from hpcrl.rollout.supervisor import EngineSlot
 from hpcrl.types import Cause, Generation, Int32Array, Sampling, StoreError
 
 pytestmark = pytest.mark.vllm
@@ -131,6 +134,67 @@ async def test_no_stale_prefix_after_a_load(rig: EngineRig, engine: VllmEngine) 
     assert fresh.cached_tokens == 0
     assert difference(rig, 1, ids, fresh).mean() < 1e-5
     await engine.load(0, rig.version(0))
+
+
+class Killed(BaseException):
+    pass
+
+
+class Dying(VllmEngine):
+    """The client of a supervisor that is killed after so many of its calls."""
+
+    calls = 0
+
+    async def _post(self, path: str, body: Any = None) -> dict[str, Any]:
+        if not self.calls:
+            raise Killed
+        self.calls -= 1
+        return await super()._post(path, body)
+
+
+@pytest.mark.parametrize("calls", range(7))
+async def test_a_load_whose_supervisor_died_is_ended_by_the_next(rig: EngineRig, tmp_path: Path, calls: int) -> None:
+    paths = RunPaths(tmp_path / "run")
+    paths.root.mkdir()
+    paths.weights.symlink_to(rig.folder)
+    dying = Dying(rig.process.socket, stop_ids=(EOS,), max_model_len=MAX_MODEL_LEN)
+    engine = VllmEngine(rig.process.socket, stop_ids=(EOS,), max_model_len=MAX_MODEL_LEN)
+    slot = EngineSlot(rig.process, dying, 1e-4, paths)
+    await slot.start()
+    dying.calls = calls
+    with contextlib.suppress(Killed):
+        await slot.load(1)
+    running = asyncio.create_task(
+        engine.generate(context(40, 9), Sampling(temperature=1.0, max_tokens=50), request=f"meanwhile{calls}")
+    )
+    await asyncio.sleep(0.1)
+    assert rig.process.half_loaded == 1
+    following = EngineSlot(rig.process, engine, 1e-4, paths)
+    await following.start()
+    assert following.ready and rig.process.pid == rig.first_pid, "no restart"
+    got = await running
+    for span in got.spans:
+        assert difference(rig, span.version, context(40, 9), got)[span.start : span.stop].mean() < 1e-5
+    assert following.version == 1 and rig.process.half_loaded is None
+    assert (await following.load(0))["ok"]
+    await dying.close()
+    await engine.close()
+
+
+async def test_half_of_a_damaged_version_asks_for_a_restart(rig: EngineRig, engine: VllmEngine, tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path / "run")
+    paths.root.mkdir()
+    paths.weights.symlink_to(rig.folder)
+    try:
+        for version, why in ((3, "part-00001-of-00002"), (4, "Out of range float"), (9, "no whole version")):
+            rig.process.half_loaded = version
+            slot = EngineSlot(rig.process, engine, 1e-4, paths)
+            with pytest.raises(EngineFault, match=why):
+                await slot.start()
+            assert not slot.ready and rig.process.half_loaded == version
+    finally:
+        rig.process.half_loaded = None
+        await engine.load(0, rig.version(0))
 
 
 async def test_damaged_part_is_refused_and_the_old_version_stays(rig: EngineRig, engine: VllmEngine) -> None:

@@ -1,7 +1,7 @@
 """One vLLM server as processes: started, found again, stopped. What it is asked afterwards is engine.py's.
 
     supervisor ── guard (guard.py) ── vLLM's API server ── EngineCore ── Worker…       one process group below the guard
-    FOLDER (0700): socket, owner.json, engine.json, vLLM's caches and inner sockets; the log lies where the caller says
+    FOLDER (0700): socket, owner.json, engine.json, loading.json, vLLM's caches and inner sockets; the log elsewhere
 
 vLLM's control calls have no key, so the socket's folder is the lock: only this user may enter it.
 """
@@ -28,6 +28,7 @@ from hpcrl.rollout.unix_http import KEEP_ALIVE_S
 from hpcrl.types import EngineError
 
 SOCKET = "socket"
+LOADING = "loading.json"
 SOCKET_PATH_BYTES = 107  # the kernel's limit
 LOG_LINES = 15
 POLL_S = 0.25
@@ -95,7 +96,6 @@ class EngineProcess:
         self.name = folder.name
         self.folder = folder
         self.socket = folder / SOCKET
-        self.loading = folder / "loading"  # there while its weights may be half loaded
         self.log = log
         if len(os.fsencode(self.socket)) > SOCKET_PATH_BYTES:
             raise EngineError(f"{self.socket}: longer than {SOCKET_PATH_BYTES} bytes, no socket can lie there")
@@ -119,7 +119,7 @@ class EngineProcess:
         self.folder.chmod(0o700)
         self.socket.unlink(missing_ok=True)
         (self.folder / guard.ENGINE).unlink(missing_ok=True)
-        self.loading.unlink(missing_ok=True)
+        self.half_loaded = None
         self._own()
         self.log.parent.mkdir(parents=True, exist_ok=True)
         self.log.touch()
@@ -141,11 +141,10 @@ class EngineProcess:
     async def adopt(self) -> bool:
         """Take over the engine that a dead supervisor of this folder left running, without a restart.
 
-        False when there is none that answers, it was started for another model or configuration, or its supervisor died
-        in the middle of a load.
+        False when there is none that answers, or it was started for another model or configuration. See `half_loaded`.
         """
         row = guard.read(str(self.folder / guard.ENGINE))
-        if row.get("command") != self._command or not self.alive or self.loading.exists():
+        if row.get("command") != self._command or not self.alive:
             return False
         self._own()
         return await self._healthy()
@@ -179,6 +178,22 @@ class EngineProcess:
         """Of the API server, the leader of the engine's process group; 0 when there is none."""
         row = guard.read(str(self.folder / guard.ENGINE)).get("engine")
         return int(row["pid"]) if isinstance(row, dict) and guard.lives(row) else 0
+
+    @property
+    def half_loaded(self) -> int | None:
+        """The version whose load has begun and whose probe has not passed: it must be loaded once more.
+
+        On disk: a supervisor that dies in the middle of a load leaves it to the one that adopts the engine.
+        """
+        version = guard.read(str(self.folder / LOADING)).get("version")
+        return version if isinstance(version, int) else None
+
+    @half_loaded.setter
+    def half_loaded(self, version: int | None) -> None:
+        if version is None:
+            (self.folder / LOADING).unlink(missing_ok=True)
+        else:
+            publish_json(self.folder / LOADING, {"version": version})
 
     @property
     def alive(self) -> bool:

@@ -79,6 +79,8 @@ class EngineSlot:
         """Take over a server that an earlier supervisor left running, else start one."""
         if await self.process.adopt():
             self.version = max(0, await self.client.version())
+            if (half_loaded := self.process.half_loaded) is not None:
+                await self._load_again(half_loaded)
             logger.info("%s: taken over, version %d", self.process.name, self.version)
         else:
             await self.process.start()
@@ -93,33 +95,53 @@ class EngineSlot:
         old = self.version
         try:
             await self._take(version)
-            mismatch = await self.client.probe(self._paths.version(version))
+            wrong = await self._probe(version)
         except StoreError as error:  # refused before anything changed
             return {"ok": False, "refused": True, "message": str(error)}
         except (EngineFault, EngineError) as error:
             self.ready = False  # half-loaded: only a restart makes it trustworthy again
             await self.process.stop()
             return {"ok": False, "refused": False, "message": str(error)}
-        if not mismatch <= self._tolerance:
-            message = f"mean |Δlogprob| on the probe is {mismatch:.3g}, at most {self._tolerance:g} is allowed"
+        if wrong:
             await self._bring_back(old)
-            return {"ok": False, "refused": True, "message": message}
-        self.version, self.mismatch = version, mismatch
-        return {"ok": True, "message": "", "mismatch": mismatch, "seconds": time.monotonic() - began}
+            return {"ok": False, "refused": True, "message": wrong}
+        return {"ok": True, "message": "", "mismatch": self.mismatch, "seconds": time.monotonic() - began}
 
     async def _take(self, version: int) -> None:
         """Raises StoreError when the engine goes on as it was, else it must be restarted."""
-        self.process.loading.touch()
+        self.process.half_loaded = version
         try:
             await self.client.load(version, self._paths.version(version))
         except StoreError:
-            self.process.loading.unlink(missing_ok=True)
+            self.process.half_loaded = None
             raise
-        self.process.loading.unlink(missing_ok=True)
+
+    async def _load_again(self, version: int) -> None:
+        """What a supervisor was loading when it died. Raises EngineFault when the engine must be restarted."""
+        try:
+            await self.client.load(version, self._paths.version(version))
+            wrong = await self._probe(version)
+        except StoreError as error:
+            wrong = str(error)
+        if wrong:
+            raise EngineFault(f"{self.process.name} is half loaded with version {version}: {wrong}")
+
+    async def _probe(self, version: int) -> str:
+        """Whether the engine computes what the learner did; it has the version then. What is wrong, else ""."""
+        try:
+            mismatch = await self.client.probe(self._paths.version(version))
+        except StoreError as error:
+            return str(error)
+        if not mismatch <= self._tolerance:
+            return f"mean |Δlogprob| on the probe is {mismatch:.3g}, at most {self._tolerance:g} is allowed"
+        self.process.half_loaded = None
+        self.version, self.mismatch = version, mismatch
+        return ""
 
     async def _bring_back(self, version: int) -> None:
         try:
             await self._take(version)
+            self.process.half_loaded = None
         except (StoreError, EngineFault, EngineError) as error:
             logger.warning("%s: version %d did not come back either: %s", self.process.name, version, error)
             self.ready = False

@@ -118,7 +118,11 @@ class WorkerExtension:
     """vLLM adds this class to its worker's bases; loading its module registers the backend."""
 
     def check_version(self, folder: str) -> str:
-        """What is wrong with a version folder; "" when every part is whole. Asked before the model is touched."""
+        """What is wrong with a version folder; "" when every part is whole. Asked before the model is touched.
+
+        An update that is still open is one whose supervisor died: this one takes its place.
+        """
+        self._weight_update_active = False
         try:
             check(Path(folder))
         except StoreError as error:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -102,13 +105,13 @@ def observe(parent: Record, ids: list[int], text: str = "é\ud800") -> Record:
     )
 
 
-def end(parent: Record, status: str = "COMPLETED", reward: float = 1.0) -> Record:
+def end(parent: Record, status: str = "COMPLETED", reward: float = 1.0, num_sampled: int = 4) -> Record:
     meta = {
         "status": status,
         "fault": None,
         "rewards": {"outcome": reward},
         "num_steps": 2,
-        "num_sampled": 3,
+        "num_sampled": num_sampled,
         "num_tokens": 9,
         "min_version": 4,
         "max_version": 4,
@@ -137,4 +140,40 @@ def trajectory(name: str, *, prompt_ids: tuple[int, ...] = (1, 2, 3), steps: int
         records.append(act(records[-1], step, [10 + step, 20], root=start.hash if step == 0 else ""))
         if step < steps - 1:
             records.append(observe(records[-1], [30 + step]))
-    return [*records, end(records[-1])]
+    return [*records, end(records[-1], num_sampled=2 * steps)]
+
+
+_KILLER = """
+import os, shutil, signal, sys
+from pathlib import Path
+from hpcrl.layout import RunPaths
+source, target = sys.argv[1:]
+EVENTS = ("open", "os.rename", "os.remove", "os.listdir", "os.scandir", "os.mkdir")
+n = 0
+while True:
+    n += 1
+    paths = RunPaths(Path(f"{target}/{n}"))
+    shutil.copytree(source, paths.root)
+    pid = os.fork()
+    if not pid:
+        left = [n]
+        def hook(event, args):
+            if event in EVENTS and str(args[0]).startswith(str(paths.root)):
+                left[0] -= 1
+                if not left[0]:
+                    os.kill(os.getpid(), signal.SIGKILL)
+        sys.addaudithook(hook)
+        WORK
+        os._exit(0)
+    if os.waitpid(pid, 0)[1] == 0:
+        break
+"""
+
+
+async def killed_everywhere(source: Path, target: Path, work: str) -> list[RunPaths]:
+    """Do `work` (Python, of `paths`) on copies of a run folder, in children that are killed before the n-th file
+    operation in it, for n = 1, 2, 3, … until one gets through; the copies."""
+    target.mkdir()
+    command = [sys.executable, "-c", _KILLER.replace("WORK", work), source, target]
+    await asyncio.to_thread(subprocess.run, command, check=True)
+    return [RunPaths(root) for root in target.iterdir()]

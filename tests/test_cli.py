@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import shutil
 import socket
-import subprocess
 import time
 from pathlib import Path
 
 import pytest
 from run_parts import hpcrl, nothing_left, running, write_config
+from small_disk import fill, small_disk
 
 
 def refused(*words: object, expect: str) -> None:
@@ -82,38 +80,20 @@ def test_not_a_run_folder(tmp_path: Path) -> None:
         refused(command, tmp_path, expect="not a run folder")
 
 
-def fill(disk: Path) -> None:
-    """Leave a quarter of a MiB or so; the run takes and gives back space meanwhile."""
-    with (disk / "ballast").open("wb") as ballast:
-        for _ in range(100):
-            free = shutil.disk_usage(disk).free
-            if free <= 1 << 18:
-                break
-            with contextlib.suppress(OSError):
-                os.posix_fallocate(ballast.fileno(), os.fstat(ballast.fileno()).st_size, free - (1 << 18))
-
-
 @pytest.mark.vllm
 @pytest.mark.timeout(1200)
 def test_disk_that_fills_up(tiny_model: Path, tmp_path: Path) -> None:
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=48m", "tmpfs", disk], capture_output=True, check=False
-    )
-    if mounted.returncode:
-        pytest.skip(f"needs root to mount a small tmpfs: {mounted.stderr.decode().strip()}")
-    run = disk / "run"
-    config = write_config(tmp_path, tiny_model, updates=4000)
-    try:
+    with small_disk(tmp_path / "disk", "48m") as disk:
+        run = disk / "run"
+        config = write_config(tmp_path, tiny_model, updates=4000)
         with running("train", config, "--run", run, "--set", "store.full_patience_s=20", run=run) as live:
             live.until("a trajectory under way", lambda row: row["accounting"]["admitted"] > 0)
-            fill(disk)
+            fill(disk, 1 << 18)
             time.sleep(8)  # for a short time: the run waits
             (disk / "ballast").unlink()
             done = live.status()["updates"]["done"]
             live.until("updates after a short time without space", lambda row: row["updates"]["done"] > done + 3)
-            fill(disk)  # for too long
+            fill(disk, 1 << 18)  # for too long
             assert live.wait() == 2, live.tail()
             last = live.tail().strip().splitlines()[-1]
             assert "disk full" in last and "hpcrl resume" in last, live.tail()
@@ -127,5 +107,3 @@ def test_disk_that_fills_up(tiny_model: Path, tmp_path: Path) -> None:
             assert live.wait() == 0, live.tail()
         assert nothing_left(run)
         assert hpcrl("store", "verify", run, "--deep").returncode == 0
-    finally:
-        subprocess.run(["umount", "-l", disk], check=False)

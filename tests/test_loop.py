@@ -173,12 +173,8 @@ async def test_one_record_that_was_not_stored_stops_the_attempt_before_it(
 
 
 @pytest.mark.parametrize("value", [1e300, float("nan"), float("inf"), "much"])
-async def test_a_reward_that_is_no_number_is_the_rewards_fault(
-    log: LogClient, renderer: Renderer, value: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    environment = find.make(TASK, 7)
-    monkeypatch.setattr(environment, "rewards", lambda: {"outcome": value})
-    ended = await loop(log, renderer, ticket(), environment=environment).run()
+async def test_a_reward_that_is_no_number_is_the_rewards_fault(log: LogClient, renderer: Renderer, value: Any) -> None:
+    ended = await loop(log, renderer, ticket(), environment=Odd("", value)).run()
     assert (ended.status, ended.rewards) == (State.FAILED, {})
     assert ended.fault is not None and ended.fault.cause is Cause.REWARD
 
@@ -247,6 +243,13 @@ class Odd(Broken):
 
     async def step(self, calls: Any, sandbox: Any) -> Any:
         return self.odd("step", StepOutcome(results=(), messages=(), done=True))
+
+    def __init__(self, where: str, reward: Any = 0.0) -> None:
+        super().__init__(where)
+        self.reward = reward
+
+    def rewards(self) -> Any:
+        return {"outcome": self.reward}
 
     def odd(self, where: str, value: Any) -> Any:
         place, _, what = self.where.partition(":")

@@ -7,12 +7,12 @@ import errno
 import os
 import random
 import shutil
-import subprocess
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
+from small_disk import fill, small_disk
 from store_parts import act, adopt, observe, open_log, run_folder, trajectory
 
 from hpcrl.layout import ProcessId
@@ -145,13 +145,7 @@ async def test_any_flipped_byte_in_a_closed_segment_is_found(tmp_path: Path) -> 
 
 
 async def test_full_disk_refuses_and_recovers(tmp_path: Path) -> None:
-    mount = tmp_path / "small"
-    mount.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=256k", "none", mount]
-    done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True)
-    if done.returncode:
-        pytest.skip(f"can't mount a small tmpfs here: {done.stderr.strip()}")
-    try:
+    with small_disk(tmp_path / "small", "256k") as mount:
         paths = run_folder(mount)
         log = open_log(paths)
         acknowledged, refused = [], []
@@ -173,8 +167,6 @@ async def test_full_disk_refuses_and_recovers(tmp_path: Path) -> None:
         await log.close()
         assert stored(paths.log) == [record.hash]
         assert [r.hash for _, r in read_segment(tmp_path / "n1-1.seg")] == acknowledged
-    finally:
-        await asyncio.to_thread(subprocess.run, ["umount", mount], check=True)
 
 
 @pytest.mark.parametrize("hosts", [1, 2])
@@ -232,20 +224,12 @@ async def test_nothing_is_durable_that_came_after_what_is_not(tmp_path: Path, ho
 
 
 async def test_a_short_time_without_space_only_delays(tmp_path: Path) -> None:
-    mount = tmp_path / "small"
-    mount.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "none", mount]
-    done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True)
-    if done.returncode:
-        pytest.skip(f"can't mount a small tmpfs here: {done.stderr.strip()}")
-    try:
+    with small_disk(tmp_path / "small", "1m") as mount:
         paths = run_folder(mount)
         log = open_log(paths, full_patience_s=60.0)
         records = [act(adopt("t"), i, list(range(500))) for i in range(20)]
         await log.append([record.frame() for record in records[:10]])
-        ballast = mount / "ballast"
-        with ballast.open("wb") as file:
-            os.posix_fallocate(file.fileno(), 0, shutil.disk_usage(mount).free)
+        ballast = fill(mount)
         waiting = [log.submit([record.frame()]) for record in records[10:]]
         await asyncio.sleep(1.5)
         assert log.full and not any(one.done() for one in waiting)
@@ -255,8 +239,6 @@ async def test_a_short_time_without_space_only_delays(tmp_path: Path) -> None:
         assert not log.full
         await log.close()
         assert stored(paths.log) == [record.hash for record in records]
-    finally:
-        await asyncio.to_thread(subprocess.run, ["umount", mount], check=True)
 
 
 async def test_five_hundred_appenders_over_a_real_socket(tmp_path: Path) -> None:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from store_parts import act, adopt, end, observe, open_log, run_folder, trajectory
+from store_parts import act, adopt, end, killed_everywhere, observe, open_log, run_folder, trajectory
 
 from hpcrl.layout import RunPaths
 from hpcrl.store import prune as pruning
@@ -182,31 +179,7 @@ async def test_refusals(tmp_path: Path) -> None:
             size(wrong)
 
 
-KILLER = """
-import os, shutil, signal, sys
-from hpcrl.layout import RunPaths
-from hpcrl.store.prune import prune
-source, target = sys.argv[1:]
-EVENTS = ("open", "os.rename", "os.remove", "os.listdir", "os.scandir")
-n = 0
-while True:
-    n += 1
-    root = f"{target}/{n}"
-    shutil.copytree(source, root)
-    pid = os.fork()
-    if not pid:
-        left = [n]
-        def hook(event, args):
-            if event in EVENTS and str(args[0]).startswith(root):
-                left[0] -= 1
-                if not left[0]:
-                    os.kill(os.getpid(), signal.SIGKILL)
-        sys.addaudithook(hook)
-        prune(RunPaths.of(root), 0)
-        os._exit(0)
-    if os.waitpid(pid, 0)[1] == 0:
-        break
-"""
+WORK = "from hpcrl.store.prune import prune; prune(paths, 0)"
 
 
 async def test_killed_anywhere(tmp_path: Path) -> None:
@@ -221,11 +194,10 @@ async def test_killed_anywhere(tmp_path: Path) -> None:
     compact(paths)
     await shard(paths, *trajectory("new"))
     segment.write_bytes(saved)  # as if a crash between rename and unlink had left it
-    copies = tmp_path / "copies"
-    copies.mkdir()
-    await asyncio.to_thread(subprocess.run, [sys.executable, "-c", KILLER, paths.root, copies], check=True)
-    for root in copies.iterdir():
-        paths = RunPaths(root)
+    copies = await killed_everywhere(
+        paths.root, tmp_path / "copies", "from hpcrl.store.prune import prune; prune(paths, 0)"
+    )
+    for paths in copies:
         assert verify(paths).ok
         assert {"open", "open2", "new"} <= names(paths)
         prune(paths, 0)

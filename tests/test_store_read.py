@@ -344,7 +344,7 @@ async def test_verify_checks_ledger_and_progress(tmp_path: Path) -> None:
     assert report.ok and (report.ledger_entries, report.updates, report.records) == (1, 1, 6)
     with Store(paths) as store:
         frame = store.query()
-    assert frame.loc[0, "reward"] == frame.loc[0, "success"] == 1.0 and frame.loc[0, "num_sampled"] == 3
+    assert frame.loc[0, "reward"] == frame.loc[0, "success"] == 1.0 and frame.loc[0, "num_sampled"] == 4
     progress.append(UpdateRow(update=2, phase="rl", phase_update=2, trajectories=("a",)))
     segments(paths.log, CLOSED)[0].unlink()
     report = verify(paths)

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import random
 import shutil
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
-from store_parts import open_log, run_folder, trajectory
+from store_parts import killed_everywhere, open_log, run_folder, trajectory
 
 from hpcrl.layout import ProcessId, RunPaths
 from hpcrl.store.compact import compact, seal, shards
@@ -54,15 +51,19 @@ def flip(path: Path, at: int, count: int = 1) -> None:
     path.write_bytes(data)
 
 
+async def one_file(paths: RunPaths, where: str, *names: str) -> tuple[dict[str, Record], Path]:
+    """Records by hash, and the shard or segment that holds them."""
+    records = {record.hash: record for record in await write(paths, *names)}
+    if where == "shard":
+        compact(paths)
+    (path,) = shards(paths) if where == "shard" else segments(paths.log, CLOSED)
+    return records, path
+
+
 @pytest.mark.parametrize("where", ["shard", "segment"])
 async def test_a_damaged_byte_costs_the_record_it_lies_in_and_that_one_is_named(tmp_path: Path, where: str) -> None:
     source = run_folder(tmp_path / "source")
-    records = {record.hash: record for record in await write(source, "a", "b\u00e9")}
-    if where == "shard":
-        compact(source)
-        (original,) = shards(source)
-    else:
-        (original,) = segments(source.log, CLOSED)
+    records, original = await one_file(source, where, "a", "bé")
     size = original.stat().st_size
     chance = random.Random(1)
     losses: Counter[int] = Counter()
@@ -97,12 +98,7 @@ async def test_a_damaged_byte_costs_the_record_it_lies_in_and_that_one_is_named(
 async def test_larger_damage(tmp_path: Path, where: str) -> None:
     """A run of bytes, a file that is cut short, two files at once."""
     source = run_folder(tmp_path / "source")
-    records = {record.hash: record for record in await write(source, "a", "b", "c")}
-    if where == "shard":
-        compact(source)
-        (original,) = shards(source)
-    else:
-        (original,) = segments(source.log, CLOSED)
+    records, original = await one_file(source, where, "a", "b", "c")
     size = original.stat().st_size
     chance = random.Random(2)
     lost_most = 0
@@ -186,31 +182,7 @@ async def test_what_can_not_be_made_out_stays(tmp_path: Path) -> None:
     assert done.moved_to == "" and (paths.shards / "000001.h5").exists()
 
 
-KILLER = """
-import os, shutil, signal, sys
-from hpcrl.layout import RunPaths
-from hpcrl.store.repair import repair
-source, target = sys.argv[1:]
-EVENTS = ("open", "os.rename", "os.remove", "os.listdir", "os.scandir", "os.mkdir")
-n = 0
-while True:
-    n += 1
-    root = f"{target}/{n}"
-    shutil.copytree(source, root)
-    pid = os.fork()
-    if not pid:
-        left = [n]
-        def hook(event, args):
-            if event in EVENTS and str(args[0]).startswith(root):
-                left[0] -= 1
-                if not left[0]:
-                    os.kill(os.getpid(), signal.SIGKILL)
-        sys.addaudithook(hook)
-        repair(RunPaths(__import__("pathlib").Path(root)))
-        os._exit(0)
-    if os.waitpid(pid, 0)[1] == 0:
-        break
-"""
+WORK = "from hpcrl.store.repair import repair; repair(paths)"
 
 
 async def test_killed_anywhere(tmp_path: Path) -> None:
@@ -225,13 +197,14 @@ async def test_killed_anywhere(tmp_path: Path) -> None:
     flip(path, shard.directory["datasets"]["tokens/ids"][0] + 4 * int(shard.whole("steps")["token_start"][row]))
     flip(segment, segment.stat().st_size - 40)  # in b's END
     expected = {record.hash for record in records} - {act.hash, records[-1].hash}
-    copies = tmp_path / "copies"
-    copies.mkdir()
-    await asyncio.to_thread(subprocess.run, [sys.executable, "-c", KILLER, source.root, copies], check=True)
+    copies = await killed_everywhere(
+        source.root, tmp_path / "copies", "from hpcrl.store.repair import repair; repair(paths)"
+    )
     stages: Counter[tuple[str, ...]] = Counter()
-    for root in copies.iterdir():
-        paths = RunPaths(root)
-        files = (path.relative_to(root) for path in root.rglob("*") if path.suffix in (".h5", ".seg", ".json"))
+    for paths in copies:
+        files = (
+            path.relative_to(paths.root) for path in paths.root.rglob("*") if path.suffix in (".h5", ".seg", ".json")
+        )
         stages[tuple(sorted(map(str, files)))] += 1
         compact(paths)  # between a crash and the next repair
         repair(paths)

@@ -109,7 +109,6 @@ def test_kill_every_process_in_turn(tiny_model: Path, tmp_path: Path) -> None:
     report = verified(run)
     assert report["trained_twice"] == 0
     store = Store(RunPaths.of(run))
-    store.refresh()
     there = {*store.prompts(), *(hash for name in store.names() for hash in store.rows(name))}
     lost = acknowledged - there
     assert len(acknowledged) > 500 and not lost

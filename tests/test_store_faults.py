@@ -21,11 +21,12 @@ from store_parts import open_log, run_folder, trajectory
 from test_store_ledger import entry
 
 from hpcrl.layout import ProcessId, RunPaths, publish_json, read_json
-from hpcrl.store.compact import compact, seal_dead, shards
+from hpcrl.store.compact import compact, shards
 from hpcrl.store.index import Store
 from hpcrl.store.ledger import LedgerWriter, ProgressWriter, UpdateRow, entries, lineage
 from hpcrl.store.log import Log
 from hpcrl.store.records import Record
+from hpcrl.store.seal import seal_dead
 from hpcrl.store.segment import CLOSED, OPEN, Header, segments
 from hpcrl.store.shard import Shard
 from hpcrl.store.verify import verify
@@ -377,7 +378,7 @@ async def test_every_reader_survives_estale(fault: Fault, memory: Path) -> None:
 def test_a_folder_that_cannot_be_listed_is_not_taken_for_empty(memory: Path) -> None:
     """A compactor that saw no shards would pack what is in them once more."""
     paths = run_folder(memory / "run")
-    readers = [lambda: compact(paths), lambda: Store(paths).refresh(), lambda: entries(paths), lambda: verify(paths)]
+    readers = [lambda: compact(paths), lambda: Store(paths), lambda: entries(paths), lambda: verify(paths)]
     for reader in readers:
         for error in (errno.EACCES, errno.EIO):
             with Io(paths.root, Fault(frozenset({"list"}), error), 1) as io, pytest.raises(OSError) as caught:

@@ -17,10 +17,11 @@ from store_parts import act, adopt, end, observe, open_log, run_folder, trajecto
 
 from hpcrl.layout import ProcessId, RunPaths
 from hpcrl.store import compact as compaction
-from hpcrl.store.compact import compact, seal_dead, seal_dead_here, shards
+from hpcrl.store.compact import compact, shards
 from hpcrl.store.index import Store
 from hpcrl.store.ledger import LedgerWriter, ProgressWriter, UpdateRow
 from hpcrl.store.records import REQUIRED, REQUIRED_WITHIN, Kind, Record, prompt
+from hpcrl.store.seal import seal_dead, seal_dead_here
 from hpcrl.store.segment import CLOSED, OPEN, Header, segments
 from hpcrl.store.shard import Shard
 from hpcrl.store.verify import verify

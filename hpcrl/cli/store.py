@@ -113,7 +113,7 @@ def seal(
     ] = None,
 ) -> None:
     """Close the segments that a run which no longer runs left open, so that they can be compacted."""
-    from hpcrl.store.compact import seal
+    from hpcrl.store.seal import seal
 
     closed = seal(RunPaths.of(run), gone or ())
     print("\n".join(f"closed {path}" for path in closed) or "nothing was open")
@@ -128,7 +128,8 @@ def compact(
     ] = False,
 ) -> None:
     """Make HDF5 shards of the closed segments. Exit 1 when a segment is damaged."""
-    from hpcrl.store.compact import Alone, compact, mpi, seal_dead_here
+    from hpcrl.store.compact import Alone, compact, mpi
+    from hpcrl.store.seal import seal_dead_here
 
     paths = RunPaths.of(run)
     comm = mpi() if with_mpi else Alone()

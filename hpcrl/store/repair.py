@@ -21,8 +21,9 @@ from hpcrl.layout import RunPaths, publish, sync_folder
 from hpcrl.store.compact import claim, provenance, shard_path, shards
 from hpcrl.store.pack import Packer
 from hpcrl.store.records import Kind, NewerError, Record, Torn, find_frame, raw_frame, remains, split
+from hpcrl.store.salvage import read_blocks, salvage
 from hpcrl.store.segment import CLOSED, OPEN, name_parts, raw_segment, read_header, read_segment, segments
-from hpcrl.store.shard import Shard, Source, read_blocks, salvage, write_shard
+from hpcrl.store.shard import Shard, Source, write_shard
 from hpcrl.types import StoreError
 
 

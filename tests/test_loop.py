@@ -22,7 +22,20 @@ from hpcrl.store.index import Store
 from hpcrl.store.link import LogClient, LogServer
 from hpcrl.store.log import Log
 from hpcrl.store.records import Kind, Record, missing
-from hpcrl.types import Cause, Ended, Fault, Message, Sampling, State, StepOutcome, Task, Ticket, ToolCall, ToolSpec
+from hpcrl.types import (
+    Cause,
+    Ended,
+    Fault,
+    Message,
+    Sampling,
+    Span,
+    State,
+    StepOutcome,
+    Task,
+    Ticket,
+    ToolCall,
+    ToolSpec,
+)
 
 WHERE = Where(node="n", job="1", boot_id="b")
 TASK = Task(environment="find", payload={"key": "N", "files": {"D7": "418", "N5": "233", "V1": "902", "Y6": "118"}})
@@ -312,6 +325,34 @@ async def test_an_engine_that_fails_is_named(log: LogClient, renderer: Renderer)
     ended = await loop(log, renderer, ticket(), engine=Gone(right_way, renderer)).run()
     assert ended.status is State.RETRYING
     assert ended.fault == Fault(cause=Cause.ENGINE, where="engine n-0", message="connection refused")
+
+
+async def test_tokens_of_another_version_are_no_part_of_a_pinned_evaluation(
+    log: LogClient, renderer: Renderer, tmp_path: Path
+) -> None:
+    class Loading(ScriptedEngine):
+        """Loads the next version after its first act."""
+
+        version = 3
+
+        async def generate(self, *args: Any, **kwargs: Any) -> Any:
+            made = await super().generate(*args, **kwargs)
+            spans = (Span(version=self.version, start=0, stop=len(made.ids)),)
+            self.version += 1
+            return replace(made, spans=spans)
+
+    task = ticket(kind="eval", pinned=3)
+    ended = await loop(log, renderer, task, engine=Loading(right_way, renderer)).run()
+    assert (ended.status, ended.min_version, ended.max_version) == (State.RETRYING, 3, 3)
+    assert (
+        ended.fault is not None and ended.fault.cause is Cause.ENGINE and "version 4, not of 3" in ended.fault.message
+    )
+    store = await stored(tmp_path)
+    assert [receipt.kind for receipt in store.receipts(task.trajectory)] == ["ADOPT", "ACT", "OBSERVE"]
+    again = Loading(right_way, renderer)
+    again.version = 4
+    ended = await loop(log, renderer, ticket(kind="eval", pinned=-1), engine=again).run()
+    assert (ended.status, ended.min_version, ended.max_version) == (State.COMPLETED, 4, 6)
 
 
 class FailingLog:

@@ -102,6 +102,11 @@ class RunPaths:
             raise StoreError(f"{folder}: must belong to this user with mode 0700; remove it")
         return folder
 
+    def scratch_log(self, local_dir: str) -> Path:
+        """A folder on this node's disk for a log of `store.durability = "local"`; it outlives the run's end there."""
+        info = self.root.stat()
+        return Path(local_dir) / f"hpcrl-{os.getuid()}-{info.st_dev:x}-{info.st_ino:x}-log"
+
 
 def node_name() -> str:
     """This node, by Slurm's name where Slurm runs us (its nodes may share a hostname), else the hostname."""

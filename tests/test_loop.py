@@ -369,6 +369,9 @@ class FailingLog:
         future.set_exception(OSError(28, "No space left on device"))
         return future
 
+    async def settle(self) -> None:
+        await self.log.settle()
+
 
 async def test_a_slow_commit_holds_up_nobody_else(log: LogClient, renderer: Renderer) -> None:
     """Two loops, one slot: the second acts while the end of the first is on its way to the disk."""
@@ -426,6 +429,29 @@ async def test_a_call_with_effects_waits_for_its_act_and_is_not_repeated(
     assert environment.steps == 0
     assert ended.status is State.TRUNCATED
     assert ended.fault == Fault(cause=Cause.PLATFORM, where="resume", message=UNKNOWN)
+
+
+async def test_a_call_with_effects_waits_until_other_nodes_can_read_its_act(renderer: Renderer, tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path / "run")
+    paths.make()
+    sizes: dict[str, Any] = {"segment_bytes": 1 << 20, "segment_age_s": 60, "commit_interval_s": 0}
+    owner = Log(paths.log, "n", scratch=tmp_path / "scratch", **sizes)
+    server = LogServer(owner, tmp_path / "log.sock")
+    await server.start()
+    seen = []
+
+    class Looking(Broken):
+        async def step(self, calls: Any, sandbox: Any) -> Any:
+            with Store(paths) as store:
+                seen.append([receipt.kind for receipt in store.receipts("e.0")])
+            return await super().step(calls, sandbox)
+
+    async with LogClient(tmp_path / "log.sock") as client:
+        await loop(client, renderer, ticket(trajectory="e.0", max_steps=1), environment=Looking("", "effect")).run()
+        await loop(client, renderer, ticket(trajectory="p.0", max_steps=1), environment=Looking("", "pure")).run()
+    await server.close()
+    await owner.close()
+    assert seen[0] == ["ADOPT", "ACT"]
 
 
 async def test_a_verdict_only_records_the_end(log: LogClient, renderer: Renderer, tmp_path: Path) -> None:

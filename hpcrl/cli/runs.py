@@ -151,6 +151,8 @@ def check(settings: Config) -> None:
     from hpcrl.rollout.environments import load_family
 
     launch.check_devices(settings)
+    if settings.store.durability == "local":
+        print("store.durability = local: the latest steps of a node that is lost are lost with it", file=sys.stderr)
     free, needed = free_ports(settings), ports_needed(settings)
     if free < needed:
         ports = settings.launch.ports

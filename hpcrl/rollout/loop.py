@@ -57,6 +57,8 @@ class Log(Protocol):
 
     def append(self, record: Record) -> asyncio.Future[Receipt]: ...
 
+    async def settle(self) -> None: ...
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Where:
@@ -171,6 +173,7 @@ class Loop:
             self._act(generation, calls, request)
             if any(call.effects != "pure" for call in calls):
                 await self._durable()
+                await self._log.settle()  # whoever takes over must know of the call
             outcome = await self._step(calls)
             done = self._observe(outcome, generation.finish_reason)
             if done is not None:

@@ -144,6 +144,7 @@ class Driver:
         self._failed_loads: list[str] = []
         self._loads = {"count": 0, "max_mismatch": 0.0, "max_seconds": 0.0}  # of versions that were taken
         self._spawned: set[asyncio.Task[None]] = set()
+        self._sealing: set[Path] = set()  # commands that are being carried out
         self._abandoning: set[asyncio.Task[None]] = set()
         self._scored: list[Entry] = []  # for the ledger, written together: one sync, not one a group
         self._writing = threading.Lock()
@@ -361,7 +362,7 @@ class Driver:
         try:
             row = read_json(path) or {}
             command = row.get("command")
-            if command not in ("submit", "stop"):
+            if command not in ("submit", "stop", "seal"):
                 raise ValueError(f"unknown command {command!r}")
             if command == "submit":
                 task = Task(**row["task"])
@@ -374,9 +375,25 @@ class Driver:
             return
         if command == "submit":
             self._submit(path, row["trajectory"], task)
+        elif command == "seal":
+            if path not in self._sealing:
+                self._sealing.add(path)
+                self._spawn(self._seal(path))
         else:
             path.unlink()
             self._handle(f.StopAsked(reason="stopped"))
+
+    async def _seal(self, path: Path) -> None:
+        """Have every node close its open segment; the command's file goes when they have."""
+        by_node = {node: worker for worker, node in self._hosts().items()}
+        answers = [self._call(worker, "supervisor", method="seal") for worker in by_node.values()]
+        failed = [node for node, answer in zip(by_node, await asyncio.gather(*answers), strict=True) if answer is None]
+        if failed:
+            logger.warning("%s: no answer from %s", path, ", ".join(failed))
+            path.rename(path.with_suffix(".refused"))
+        else:
+            path.unlink(missing_ok=True)
+        self._sealing.discard(path)
 
     def _submit(self, path: Path, trajectory: str, task: Task) -> None:
         if trajectory not in self._submitted:

@@ -302,6 +302,10 @@ class Supervisor:
                 answers = await asyncio.gather(*(slot.load(version) for slot in self._slots))
                 bad = [answer for answer in answers if not answer["ok"]]
                 return bad[0] if bad else max(answers, key=lambda answer: answer["seconds"])
+            case "seal":
+                if self._log is not None:
+                    await self._log.seal()
+                return {}
             case "stop":
                 asyncio.get_running_loop().call_later(0.05, self.stop.set)  # after this answer left
                 return None

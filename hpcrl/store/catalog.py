@@ -14,14 +14,15 @@ import errno
 import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Self
 
 from hpcrl.layout import RunPaths
 from hpcrl.store.compact import shards
-from hpcrl.store.records import Kind, Record, Torn
+from hpcrl.store.records import Kind, NewerError, Record, Torn
 from hpcrl.store.rows import Row, Table, text
+from hpcrl.store.salvage import salvage
 from hpcrl.store.segment import CLOSED, OPEN, name_parts, read_at, read_header, read_segment, segments
 from hpcrl.store.shard import Shard
 from hpcrl.types import StoreError
@@ -52,6 +53,7 @@ class Catalog:
         self._fresh: dict[str, dict[str, Row]] = {}  # trajectory -> hash -> row of a segment
         self._metas: dict[str, Mapping[str, Any]] = {}  # of these
         self._prompts: dict[str, Row] = {}
+        self._rescued: dict[str, Record] = {}  # of damaged files
         self._cache: dict[str, tuple[tuple[int, int], dict[str, Row]]] = {}
         try:
             self.refresh()
@@ -104,24 +106,44 @@ class Catalog:
 
     @contextmanager
     def _noting_damage(self, path: Path) -> Iterator[None]:
+        """What is intact of a damaged file is read all the same, into memory: only what is damaged is missing."""
         try:
             yield
         except StoreError as error:
             logger.error("%s", error)
             self.damaged[path.name] = str(error)
+            with suppress(StoreError):
+                if not isinstance(error, NewerError):
+                    self._rescue(path)
+
+    def _rescue(self, path: Path) -> None:
+        found = salvage(path)
+        for record, number, offset in found.records:
+            if self._only in ("", record.trajectory) or record.kind is Kind.PROMPT:
+                self._rescued.setdefault(record.hash, record)
+                node, segment = found.sources[number]["node"], found.sources[number]["number"]
+                self._add(Row.of(record, node=node, segment=segment, offset=offset, file=path.name), record)
 
     def _take_shard(self, path: Path) -> None:
-        shard = self._shards[path.name] = Shard(path)
+        shard = Shard(path)
+        prompts = [row for number, trajectory in enumerate(shard.ids) if not trajectory for row in shard.rows(number)]
+        self._shards[path.name] = shard
+        self._prompts |= {row.hash: row for row in prompts}
         self._changed()
         self._uids |= {text(uid) for uid in shard.sources["uid"].tolist()}
         for name in shard.sources["name"].tolist():
             self._drop_segment(Path(text(name)).stem)
         for number, trajectory in enumerate(shard.ids):
-            if not trajectory:
-                self._prompts |= {row.hash: row for row in shard.rows(number)}
-            elif self._only in ("", trajectory):
+            if trajectory and self._only in ("", trajectory):
                 self._places.setdefault(trajectory, []).append((shard, number))
         self._keep_open(shard)
+
+    def _drop_shard(self, shard: Shard) -> None:
+        del self._shards[shard.path.name]
+        for trajectory in {*shard.ids} & {*self._places}:
+            self._places[trajectory] = [place for place in self._places[trajectory] if place[0] is not shard]
+            self._cache.pop(trajectory, None)
+        self._changed()
 
     def _take_segment(self, path: Path) -> None:
         done = self._ends.get(path.stem, 0)
@@ -203,6 +225,8 @@ class Catalog:
 
     def read(self, row: Row) -> Record:
         """A row's record. Raises StoreError when it is damaged, or its file is gone and no shard has it."""
+        if row.hash in self._rescued:
+            return self._rescued[row.hash]
         if row.file in self._shards:
             return self._keep_open(self._shards[row.file]).record(row.at)
         try:
@@ -258,8 +282,15 @@ class Catalog:
         return {**dict.fromkeys(self._places), **dict.fromkeys(self._fresh)}.keys()
 
     def tables(self, name: str) -> Iterator[Table]:
-        """One of the tables of every shard, such as "rewards" or "transitions"."""
-        return (self._keep_open(shard).whole(name) for shard in self._shards.values())
+        """One of the tables of every shard, such as "rewards" or "transitions". Of one where it is damaged, what can be
+        rescued is `fresh` from then on."""
+        for shard in list(self._shards.values()):
+            with self._noting_damage(shard.path):
+                try:
+                    yield self._keep_open(shard).whole(name)
+                except StoreError:
+                    self._drop_shard(shard)
+                    raise
 
     def fresh(self) -> Iterator[tuple[str, Row, Mapping[str, Any]]]:
         """(trajectory, row, meta) of each ADOPT, END and REWARD record that is in no shard yet."""

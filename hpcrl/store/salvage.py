@@ -1,4 +1,4 @@
-"""What can be rescued of a damaged shard: every row that is intact, and what is left of the others."""
+"""What can be rescued of a damaged shard or segment: every record that is intact, and what is left of the others."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import io
 import itertools
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from struct import error as StructError
@@ -18,28 +18,91 @@ import numpy as np
 from crc32c import crc32c
 from numpy.typing import NDArray
 
-from hpcrl.store.records import COLUMNS, LENGTH, Kind, Record, prompt, what_is_left
+from hpcrl.store.records import (
+    COLUMNS,
+    LENGTH,
+    Kind,
+    Record,
+    Torn,
+    find_frame,
+    prompt,
+    raw_frame,
+    remains,
+    what_is_left,
+)
 from hpcrl.store.rows import Table
-from hpcrl.store.shard import PATHS, SEGMENTS, parse_directory
+from hpcrl.store.segment import CLOSED, OPEN, name_parts, read_header
+from hpcrl.store.shard import PATHS, SEGMENTS, Source, parse_directory
 from hpcrl.types import StoreError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Salvaged:
+class Salvage:
+    records: Sequence[tuple[Record, int, int]]  # record, number of its source, offset there
+    sources: Sequence[Source]
+    lost: Sequence[Mapping[str, Any]]  # what is left of hash, kind, trajectory, attempt, step of each
+
+
+def salvage(path: Path) -> Salvage:
+    """Every record of a damaged file, as far as it can be made out. Raises StoreError when none can."""
+    return _in_segment(path) if path.suffix in (OPEN, CLOSED) else _in_shard(path)
+
+
+def _in_segment(path: Path) -> Salvage:
+    """Frame by frame; behind damage, from the next whole frame on."""
+    data = read_blocks(path)
+    view = memoryview(data)
+    found: list[tuple[Record, int, int]] = []
+    said: list[dict[str, Any]] = []
+    try:
+        end = read_header(path)[1]
+    except (Torn, StoreError):
+        first = find_frame(data, 0)
+        end = first[0] if first else len(data)
+    while end < len(data):
+        try:
+            _, digest, payload, after = raw_frame(view, end)
+            record = Record.decode(bytes(payload), digest.hex())
+            found.append((record, 0, end))
+            end = after
+        except (Torn, StoreError):
+            behind = find_frame(data, end)
+            if path.suffix == OPEN and behind is None:
+                break  # a torn tail
+            stop = behind[0] if behind else len(data)
+            if stop > end:
+                said += [left for _, left in remains(data, end, stop)]
+            if behind:
+                offset, _, digest, payload, stop = behind
+                found.append((Record.decode(bytes(payload), digest.hex()), 0, offset))
+            end = stop
+    if not found:
+        raise StoreError(f"{path}: damaged, and no whole record can be found in it")
+    node, number = name_parts(path)
+    children = {record.parent: record for record, _, _ in found}
+    for left in said:
+        child = children.get(left.get("hash", ""))
+        if child is not None:  # which names it by hash
+            left |= {"trajectory": child.trajectory}
+    # A name of its own, lest the compactor takes the damaged file for one that a shard has wholly, and unlinks it.
+    source = {"name": path.name, "uid": f"rescued from {path.name}", "node": node, "number": number}
+    return Salvage(records=found, sources=[source], lost=said)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Row:
     """A row of a damaged shard."""
 
     record: Record | None  # None when it is lost
     source: int  # in the list of sources, and the offset there
     offset: int
-    said: Mapping[str, Any]  # of a lost one: what is left of hash, kind, trajectory, attempt, step
+    said: Mapping[str, Any]  # of a lost one
 
 
-def salvage(path: Path) -> tuple[list[Salvaged], list[dict[str, Any]]]:
-    """Every row of a damaged shard, and its sources, as far as they can be made out.
-
-    A row counts when its record has the row's hash, or each of its slices the row's checksum; where a row's own places
-    are damaged, those that its neighbours leave for it are tried. Raises StoreError when there is no table of rows.
-    """
+def _in_shard(path: Path) -> Salvage:
+    """A row counts when its record has the row's hash, or each of its slices the row's checksum; where a row's own
+    places are damaged, those that its neighbours leave for it are tried. Raises StoreError when there is no table of
+    rows."""
     data = read_blocks(path)
     found = _datasets(path, data)
     try:
@@ -48,7 +111,11 @@ def salvage(path: Path) -> tuple[list[Salvaged], list[dict[str, Any]]]:
         names = [{name: _plain(one[name]) for name in SEGMENTS} for one in found["segments"]]
     except (KeyError, ValueError, TypeError, IndexError) as error:
         raise StoreError(f"{path}: damaged, and no rows of records can be made out in it: {error}") from error
-    return rows, names
+    return Salvage(
+        records=[(row.record, row.source, row.offset) for row in rows if row.record is not None],
+        sources=names,
+        lost=[row.said for row in rows if row.record is None],
+    )
 
 
 def read_blocks(path: Path, size: int = 4096) -> bytes:
@@ -88,7 +155,7 @@ def _datasets(path: Path, data: bytes) -> dict[str, NDArray[Any]]:
         ) from error
 
 
-def _salvage(found: Mapping[str, Table], steps: Table, columns: Mapping[str, NDArray[Any]], at: int) -> Salvaged:
+def _salvage(found: Mapping[str, Table], steps: Table, columns: Mapping[str, NDArray[Any]], at: int) -> _Row:
     row = steps[at]
     before, after = steps[at - 1] if at else None, steps[at + 1] if at + 1 < len(steps) else None
     tokens, letters = [int(row["token_start"])], [(int(row["meta_start"]), int(row["meta_start"] + row["meta_bytes"]))]
@@ -100,7 +167,7 @@ def _salvage(found: Mapping[str, Table], steps: Table, columns: Mapping[str, NDA
         if 0 <= start < stop <= len(columns["meta"]):
             record = _intact(row, columns, first, columns["meta"][start:stop].tobytes())
             if record is not None:
-                return Salvaged(record=record, said={}, **place)
+                return _Row(record=record, said={}, **place)
     start, stop = letters[0]
     text_left = columns["meta"][max(start, 0) : max(stop, 0)].tobytes()
     said: dict[str, Any] = {name: _plain(row[name]) for name in ("hash", "kind", "attempt", "step")}
@@ -113,7 +180,7 @@ def _salvage(found: Mapping[str, Table], steps: Table, columns: Mapping[str, NDA
     if not said.get("sure"):
         said |= what_is_left(text_left)
         said["sure"] = crc32c(text_left) == row["crc_meta"]
-    return Salvaged(record=None, said=said, **place)
+    return _Row(record=None, said=said, **place)
 
 
 def _intact(row: Any, columns: Mapping[str, NDArray[Any]], first: int, head: bytes) -> Record | None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import math
 import re
 import struct
 from collections.abc import Iterator, Mapping
@@ -26,13 +27,14 @@ from functools import cached_property
 from hashlib import blake2b
 from typing import Any
 
+import msgspec
 import numpy as np
 from crc32c import crc32c
 from numpy.typing import ArrayLike, NDArray
 
 from hpcrl.types import BoolArray, Float32Array, Int32Array, StoreError
 
-FORMAT = 2
+FORMAT = 3  # 2: the header's JSON was all ASCII
 FRAME = struct.Struct("<IBI16s")
 LENGTH = struct.Struct("<I")
 MAX_PAYLOAD = 1 << 30  # bytes; a longer length is damage, not a record
@@ -139,10 +141,8 @@ class Record:
             "meta": self.meta,
             "arrays": {name: len(getattr(self, name)) for name in COLUMNS if len(getattr(self, name))},
         }
-        # ASCII, so that a lone surrogate in a tool's output is stored too; sorted, so that equal content gives equal
-        # bytes; padded, so that the arrays are aligned where they lie.
-        text = json.dumps(head, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
-        text += b" " * (-len(text) % 4)
+        text = to_json(head)
+        text += b" " * (-len(text) % 4)  # so that the arrays are aligned where they lie
         return b"".join((LENGTH.pack(len(text)), text, *(getattr(self, name).tobytes() for name in COLUMNS)))
 
     def encode(self) -> bytes:
@@ -204,7 +204,42 @@ def checksum(kind: int, digest: bytes, payload: bytes | memoryview) -> int:
     return int(crc32c(payload, crc32c(bytes((kind,)) + digest)))
 
 
-_decode = json.JSONDecoder().raw_decode  # without looking for white space
+_encode = msgspec.json.Encoder(order="sorted").encode
+_SIMPLE, _KEYS = frozenset({str, int, bool, type(None)}), frozenset({str})
+
+
+def to_json(value: Mapping[str, Any]) -> bytes:
+    """Compact and sorted, so that equal content gives equal bytes. Raises TypeError or ValueError for what is no JSON.
+
+    UTF-8; ASCII where there is a lone surrogate, as in a tool's output, which UTF-8 has no bytes for.
+    """
+    try:
+        if _is_plain(value):
+            return _encode(value)
+    except (ValueError, OverflowError, RecursionError):
+        pass
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether it is what JSON has, and nothing that would silently become that."""
+    kind = type(value)
+    if kind in _SIMPLE:
+        return True
+    if kind is float:
+        return math.isfinite(value)
+    if kind is dict:
+        return _KEYS.issuperset(map(type, value)) and all(map(_is_plain, value.values()))
+    return (kind is list or kind is tuple) and all(map(_is_plain, value))
+
+
+def from_json(text: bytes | memoryview) -> Any:
+    """Raises ValueError."""
+    try:
+        return msgspec.json.decode(text)
+    except msgspec.DecodeError:  # of a lone surrogate, for one
+        return json.loads(bytes(text))
+
 
 Parts = tuple[dict[str, Any], memoryview, Mapping[str, memoryview]]
 
@@ -215,7 +250,7 @@ def split(payload: bytes | memoryview) -> Parts:
     (size,) = LENGTH.unpack_from(view)
     start = LENGTH.size + size
     text = view[LENGTH.size : start]
-    head = _decode(str(text, "ascii"))[0]
+    head = from_json(text)
     arrays = {}
     for name, (dtype, _) in COLUMNS.items():
         count = head["arrays"].get(name, 0)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import io
 import itertools
-import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from hpcrl.store.records import (
     Record,
     Torn,
     find_frame,
+    from_json,
     prompt,
     raw_frame,
     remains,
@@ -186,7 +186,7 @@ def _salvage(found: Mapping[str, Table], steps: Table, columns: Mapping[str, NDA
 def _intact(row: Any, columns: Mapping[str, NDArray[Any]], first: int, head: bytes) -> Record | None:
     """The record whose header is `head` and whose tokens begin at `first`, when it is the row's."""
     try:
-        counts = json.loads(head)["arrays"]
+        counts = from_json(head)["arrays"]
         whole = {name: columns[name][first : first + counts.get("ids", 0)] for name in COLUMNS}
         arrays = [whole[name][: counts[name]].tobytes() for name in COLUMNS if name in counts]
         record = Record.decode(b"".join((LENGTH.pack(len(head)), head, *arrays)))

@@ -31,11 +31,11 @@ from numpy.typing import NDArray
 
 from hpcrl.layout import by_name, publishing
 from hpcrl.store.pack import Buffer, Packer
-from hpcrl.store.records import COLUMNS, LENGTH, Kind, NewerError, Record
+from hpcrl.store.records import COLUMNS, LENGTH, Kind, NewerError, Record, from_json
 from hpcrl.store.rows import Row, Table, table, text
 from hpcrl.types import StoreError
 
-SCHEMA = 1
+SCHEMA = 2  # 1: headers in text/meta were all ASCII
 MAGIC = b"hpcrlshd"
 _HEAD = Struct("<8sII")  # magic, bytes of the user block, bytes of the JSON
 _CRC = Struct("<I")
@@ -288,14 +288,14 @@ class Shard:
 
     def header(self, row: int) -> dict[str, Any]:
         """The header of a row (kind, …, meta), without its tokens."""
-        found: dict[str, Any] = json.loads(bytes(self.slices("meta", self._one(row))))
+        found: dict[str, Any] = from_json(bytes(self.slices("meta", self._one(row))))
         return found
 
     def record(self, row: int) -> Record:
         """Raises StoreError naming the file when a checksum differs."""
         step = self._one(row)
         head = bytes(self.slices("meta", step))
-        present = json.loads(head)["arrays"]
+        present = from_json(head)["arrays"]
         arrays = [self.slices(name, step).tobytes() for name in COLUMNS if name in present]
         return Record.decode(b"".join((LENGTH.pack(len(head)), head, *arrays)), step["hash"][0].decode())
 

@@ -16,6 +16,7 @@ import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,7 @@ from numpy.typing import NDArray
 
 from hpcrl.layout import RunPaths
 from hpcrl.store.compact import shards
-from hpcrl.store.records import CHAINED, COLUMNS, Kind, Record, Torn
+from hpcrl.store.records import CHAINED, COLUMNS, Kind, Record, Torn, named
 from hpcrl.store.rows import TRAJECTORIES, Row, Table, TrajectoryInfo, leaf, merge, summarize, table, text
 from hpcrl.store.segment import CLOSED, OPEN, name_parts, read_at, read_header, read_segment, segments
 from hpcrl.store.shard import Shard
@@ -77,7 +78,7 @@ class Store:
 
     def __len__(self) -> int:
         """How many records are indexed."""
-        return len(self._prompts) + sum(len(self.rows(name)) for name in self.names())
+        return sum(len(self.rows(name)) for name in ("", *self.names()))
 
     def close(self) -> None:
         for shard in self._used.values():
@@ -129,8 +130,8 @@ class Store:
             self._drop_segment(Path(text(name)).stem)
         for number, trajectory in enumerate(shard.ids):
             if not trajectory:
-                self._prompts |= {row.hash: row for row in shard.rows(number)}
-            elif self._only in ("", trajectory):
+                self._prompts |= {row.hash: row for row in shard.rows(number) if row.kind is Kind.PROMPT}
+            if trajectory in ("", self._only) or not self._only:
                 self._places.setdefault(trajectory, []).append((shard, number))
         self._keep_open(shard)
 
@@ -157,7 +158,7 @@ class Store:
     def _add(self, row: Row, record: Record) -> None:
         if row.kind is Kind.PROMPT:
             self._prompts.setdefault(row.hash, row)
-        elif self._only in ("", record.trajectory):
+        if record.trajectory in ("", self._only) or not self._only:
             self._changed()
             self._fresh.setdefault(record.trajectory, {}).setdefault(row.hash, row)
             if row.kind in _NAMED:
@@ -190,7 +191,8 @@ class Store:
     # ---- records
 
     def rows(self, trajectory: str) -> Mapping[str, Row]:
-        """A trajectory's records by hash, those of shards first, else in the order that they were read."""
+        """A trajectory's records by hash, those of shards first, else in the order that they were read; of "": those
+        that are of none, PROMPT and CONTENT."""
         places, fresh = self._places.get(trajectory, ()), self._fresh.get(trajectory, {})
         stamp = (len(places), len(fresh))
         known = self._cache.get(trajectory)
@@ -229,7 +231,7 @@ class Store:
     def record(self, trajectory: str, hash: str) -> Record:
         """Raises StoreError when it isn't here or is damaged."""
         for again in (True, False):
-            row = self.rows(trajectory).get(hash) if trajectory else self._prompts.get(hash)
+            row = self.rows(trajectory).get(hash) if trajectory or hash not in self._prompts else self._prompts[hash]
             if row is None:
                 raise StoreError(f"{self._paths.root}: no record {hash}")
             try:
@@ -240,6 +242,21 @@ class Store:
             self._forget_file(row.file)
             self.refresh()  # its segment became a shard
         raise AssertionError
+
+    def content(self, hash: str) -> bytes:
+        """The bytes that a record names by their SHA-256 (64 hexadecimal characters).
+
+        Raises StoreError when they aren't here, or damaged.
+        """
+        data = self.record("", hash[:32]).data
+        if sha256(data).hexdigest() != hash:
+            raise StoreError(f"{self._paths.root}: no content {hash}")
+        return data
+
+    def contents(self, trajectory: str) -> set[str]:
+        """The contents that a trajectory's records name."""
+        rows = (row for row in self.rows(trajectory).values() if row.kind in (Kind.ACT, Kind.OBSERVE))
+        return {hash for row in rows for hash in named(self._meta(trajectory, row))}
 
     def _keep_open(self, shard: Shard) -> Shard:
         self._used[shard.path.name] = shard
@@ -392,18 +409,21 @@ class Store:
         return self.sequence(trajectory, head, math.nan)
 
     def unsettled(self, trajectory: str, head: str) -> list[Record]:
-        """Of the chain to `head` and its prompts: what only open segments hold; their owner may not have synced it."""
+        """Of the chain to `head`, its prompts and contents: what only open segments hold; their owner may not have
+        synced it."""
         chain = self._walk(trajectory, head)
         open_files = {file for file, end in self._ends.items() if end is not None}
-        roots = [self._prompts[row.root] for row in chain if row.root in self._prompts]
-        lost = [self.read(row) for row in roots if row.file in open_files]
-        return lost + [self.record(trajectory, row.hash) for row in chain if row.file in open_files]
+        lost = [self.record(trajectory, row.hash) for row in chain if row.file in open_files]
+        shared = [self._prompts[row.root] for row in chain if row.root in self._prompts]
+        fresh = self._fresh.get("", {})
+        shared += [fresh[hash[:32]] for record in lost for hash in named(record.meta) if hash[:32] in fresh]
+        return [self.read(row) for row in shared if row.file in open_files] + lost
 
     # ---- trajectories
 
     def names(self) -> Iterable[str]:
         """The ids of all trajectories, in the order that they were first read."""
-        return {**dict.fromkeys(self._places), **dict.fromkeys(self._fresh)}.keys()
+        return [name for name in {**dict.fromkeys(self._places), **dict.fromkeys(self._fresh)} if name]
 
     def _head(self, trajectory: str, *, whole: bool = False) -> Row | None:
         """The last record of the highest attempt's chain; with `whole` among those alone whose chain is all here."""

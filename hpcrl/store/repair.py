@@ -30,7 +30,7 @@ from hpcrl.types import StoreError
 class Lost:
     """A record that could not be rescued, as far as what is left of it tells; "" or None where that is damaged too."""
 
-    trajectory: str | None  # "" of a PROMPT
+    trajectory: str | None  # "" of a PROMPT or CONTENT
     attempt: int | None
     step: int | None
     kind: str
@@ -38,7 +38,7 @@ class Lost:
     sure: bool  # whether all of that was under a checksum that is right
 
     def __str__(self) -> str:
-        of = "?" if self.trajectory is None else self.trajectory or "a prompt"
+        of = "?" if self.trajectory is None else self.trajectory or "all"
         attempt, step = ("?" if value is None else value for value in (self.attempt, self.step))
         doubt = "" if self.sure else ", as far as can be made out"
         return f"{self.kind or '?'} of {of}, attempt {attempt}, step {step}, hash {self.hash or '?'}{doubt}"

@@ -34,11 +34,11 @@ from numpy.typing import NDArray
 
 from hpcrl.layout import by_name, publishing
 from hpcrl.store.pack import Buffer, Packer
-from hpcrl.store.records import COLUMNS, LENGTH, Kind, NewerError, Record, prompt, what_is_left
+from hpcrl.store.records import COLUMNS, LENGTH, Kind, NewerError, Record, sound, what_is_left
 from hpcrl.store.rows import Row, Table, table, text
 from hpcrl.types import StoreError
 
-SCHEMA = 1
+SCHEMA = 2
 MAGIC = b"hpcrlshd"
 _HEAD = Struct("<8sII")  # magic, bytes of the user block, bytes of the JSON
 _CRC = Struct("<I")
@@ -471,7 +471,7 @@ def _intact(row: Any, columns: Mapping[str, NDArray[Any]], first: int, head: byt
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
     if record.true_hash == _plain(row["hash"]):
-        return prompt(record.ids) if record.kind is Kind.PROMPT else record
+        return sound(record)
     sums = [crc32c(head) == row["crc_meta"], *(crc32c(whole[name].tobytes()) == row[f"crc_{name}"] for name in COLUMNS)]
     return record if all(sums) else None
 

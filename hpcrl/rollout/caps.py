@@ -73,7 +73,7 @@ class Cap:
         """As the model may see it, and the wholes that the store is to keep: a result's text that is too long is cut
         wherever a message holds it, and so is a tool message that holds none.
 
-        `guard`: runs the cap's function, and labels what that raises; what `outcome` is to blame for is raised as it is.
+        `guard`: runs the cap's function, and labels what it raises; what is `outcome`'s doing is raised as it is.
         """
         wholes: list[bytes] = []
 

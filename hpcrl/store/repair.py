@@ -123,7 +123,8 @@ def _repair(paths: RunPaths, path: Path, damaged: Mapping[Path, str]) -> Repaire
         wanted = {record.hash for record, _, _ in found.records} | {lost.hash for lost in found.lost}
         elsewhere = _elsewhere(paths, wanted, damaged)
         fresh = [row for row in found.records if row[0].hash not in elsewhere]
-        lost = tuple(row for row in found.lost if row.hash not in elsewhere)
+        there = elsewhere | {record.hash for record, _, _ in found.records}  # a prompt, say, that lies here twice
+        lost = tuple(row for row in found.lost if row.hash not in there)
         shard, rescued = "", 0
         if fresh:
             shard = str(shard_path(paths, number))

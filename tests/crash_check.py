@@ -105,6 +105,10 @@ def check(paths: RunPaths, expected: Expected, totals: Totals, follower: Store |
             once = known.kind not in SHARED and not expected.again[hash]
             if once and known.places != {(row.node, row.segment, row.offset)}:
                 problem("wrong", f"{hash} lies at {row.node} {row.segment} {row.offset}, acknowledged: {known.places}")
+        for name in store.names():
+            for hash in store.contents(name):
+                if hash[:32] not in store.rows(""):
+                    problem("lost", f"lost: content {hash}, which a record of {name} names")
         _check_chains(store, there, expected, problem)
         names = store.summary()["id"].tolist()
         if len(names) != len(set(names)):

@@ -6,7 +6,7 @@
 The chain of a trajectory, each record naming its parent by hash:
 
     ADOPT -> ACT -> OBSERVE -> ACT -> … -> END
-             |root                                     PROMPT (shared by a group), REWARD, TRANSITION: off the chain
+             |root                     off the chain: PROMPT, CONTENT (shared by all that name them), REWARD, TRANSITION
 
 The invariant by which a context comes back: the ids of the PROMPT that the newest `root` names, then the ids of the
 record that names it and of every record after that, in chain order.
@@ -14,6 +14,7 @@ record that names it and of every record after that, in chain order.
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import itertools
 import json
@@ -24,7 +25,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import cached_property
-from hashlib import blake2b
+from hashlib import blake2b, sha256
 from typing import Any
 
 import msgspec
@@ -34,7 +35,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from hpcrl.types import BoolArray, Float32Array, Int32Array, StoreError
 
-FORMAT = 3  # 2: the header's JSON was all ASCII
+FORMAT = 3  # 2: no CONTENT, and the header's JSON was all ASCII
 FRAME = struct.Struct("<IBI16s")
 LENGTH = struct.Struct("<I")
 MAX_PAYLOAD = 1 << 30  # bytes; a longer length is damage, not a record
@@ -48,9 +49,11 @@ class Kind(IntEnum):
     END = 5  # the attempt's terminal record
     REWARD = 6  # a score given beside the chain
     TRANSITION = 7  # a change of state
+    CONTENT = 8  # bytes that other records name by their SHA-256: media, tool output that the model didn't see
 
 
 CHAINED = frozenset({Kind.ADOPT, Kind.ACT, Kind.OBSERVE, Kind.END})
+SHARED = frozenset({Kind.PROMPT, Kind.CONTENT})  # of no trajectory; keyed by what they hold alone
 
 # The meta keys that a record of each kind must have (docs/store-format.md); `store verify --deep` refuses one without.
 REQUIRED: Mapping[Kind, tuple[str, ...]] = {
@@ -71,6 +74,7 @@ REQUIRED: Mapping[Kind, tuple[str, ...]] = {
     ),
     Kind.REWARD: ("source", "value", "wall"),
     Kind.TRANSITION: ("state", "fault", "waited_s", "wall", "mono", "boot_id"),
+    Kind.CONTENT: ("data",),
 }
 # The keys of each element of the lists within.
 REQUIRED_WITHIN: Mapping[tuple[Kind, str], tuple[str, ...]] = {
@@ -96,11 +100,12 @@ NO_SAMPLED = np.empty(0, "?")
 class Record:
     """One record. `ids` [T]; the other arrays are [T], or empty where the policy sampled none of the tokens.
 
-    Equal content has an equal `hash`, in whatever file it lies. A PROMPT's hash is that of its ids alone.
+    Equal content has an equal `hash`, in whatever file it lies. That of a PROMPT is made of its ids alone, that of a
+    CONTENT is the first half of its data's SHA-256.
     """
 
     kind: Kind
-    trajectory: str = ""  # "" for PROMPT
+    trajectory: str = ""  # "" for PROMPT and CONTENT
     attempt: int = 0
     step: int = -1  # -1 before the first step
     parent: str = ""  # hash of the record before it on the chain; "" for a first ADOPT and off the chain
@@ -128,7 +133,14 @@ class Record:
     def true_hash(self) -> str:
         if self.kind is Kind.PROMPT:
             return prompt_hash(self.ids)
+        if self.kind is Kind.CONTENT:
+            return sha256(self.data).hexdigest()[:32]
         return blake2b(self.payload, digest_size=16).hexdigest()
+
+    @property
+    def data(self) -> bytes:
+        """What a CONTENT holds."""
+        return base64.b64decode(self.meta["data"], validate=True)
 
     @cached_property
     def payload(self) -> bytes:
@@ -157,6 +169,7 @@ class Record:
             values = {name: np.frombuffer(view, COLUMNS[name][0]) for name, view in arrays.items()}
             head.pop("arrays")
             record = cls(**{**head, **values, "kind": Kind(head["kind"])})
+            _ = record.data if record.kind is Kind.CONTENT else b""
         except (struct.error, ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
             raise StoreError(f"not a record: {error}") from error
         record.__dict__["payload"] = payload
@@ -193,6 +206,24 @@ class Record:
 def prompt(ids: ArrayLike) -> Record:
     """The PROMPT record of these token ids [T]."""
     return Record(kind=Kind.PROMPT, ids=np.asarray(ids, COLUMNS["ids"][0]))
+
+
+def content(data: bytes) -> Record:
+    """The CONTENT record of these bytes."""
+    return Record(kind=Kind.CONTENT, meta={"data": base64.b64encode(data).decode()})
+
+
+def named(meta: Mapping[str, Any]) -> list[str]:
+    """The contents that a record's meta names, by their SHA-256."""
+    rows = (*(meta.get("parts") or ()), *(meta.get("results") or ()))
+    return [row[key] for row in rows for key in ("media", "content") if row.get(key)] + list(meta.get("contents") or ())
+
+
+def sound(record: Record) -> Record:
+    """As it must have been: a hash of what a shared record holds doesn't cover the rest of it, but that is known."""
+    if record.kind is Kind.CONTENT:
+        return content(record.data)
+    return prompt(record.ids) if record.kind is Kind.PROMPT else record
 
 
 def prompt_hash(ids: Int32Array) -> str:
@@ -312,9 +343,8 @@ def find_frame(data: bytes, start: int) -> tuple[int, int, bytes, memoryview, in
                 end = offset + FRAME.size + len(payload)
                 if checksum(record.kind, true, payload) == crc:
                     return offset, record.kind, true, payload, end
-                if true == digest:  # a PROMPT's is that of its ids alone: the rest of it is known
-                    sound = prompt(record.ids) if record.kind is Kind.PROMPT else record
-                    return offset, record.kind, true, memoryview(sound.payload), end
+                if true == digest:
+                    return offset, record.kind, true, memoryview(sound(record).payload), end
     return None
 
 

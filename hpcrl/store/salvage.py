@@ -20,14 +20,13 @@ from numpy.typing import NDArray
 from hpcrl.store.records import (
     COLUMNS,
     LENGTH,
-    Kind,
     Record,
     Torn,
     find_frame,
     from_json,
-    prompt,
     raw_frame,
     remains,
+    sound,
     what_is_left,
 )
 from hpcrl.store.rows import Table
@@ -193,7 +192,7 @@ def _intact(row: Any, columns: Mapping[str, NDArray[Any]], first: int, head: byt
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
     if record.true_hash == _plain(row["hash"]):
-        return prompt(record.ids) if record.kind is Kind.PROMPT else record
+        return sound(record)
     sums = [crc32c(head) == row["crc_meta"], *(crc32c(whole[name].tobytes()) == row[f"crc_{name}"] for name in COLUMNS)]
     return record if all(sums) else None
 

@@ -35,7 +35,7 @@ from hpcrl.store.records import COLUMNS, LENGTH, Kind, NewerError, Record, from_
 from hpcrl.store.rows import Row, Table, table, text
 from hpcrl.types import StoreError
 
-SCHEMA = 2  # 1: headers in text/meta were all ASCII
+SCHEMA = 2  # 1: no CONTENT, and headers in text/meta were all ASCII
 MAGIC = b"hpcrlshd"
 _HEAD = Struct("<8sII")  # magic, bytes of the user block, bytes of the JSON
 _CRC = Struct("<I")

@@ -21,12 +21,11 @@ import json
 import math
 import re
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
-from functools import cached_property
 from hashlib import blake2b, sha256
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import msgspec
 import numpy as np
@@ -35,9 +34,10 @@ from numpy.typing import ArrayLike, NDArray
 
 from hpcrl.types import BoolArray, Float32Array, Int32Array, StoreError
 
-FORMAT = 3  # 2: no CONTENT, and the header's JSON was all ASCII
+FORMAT = 3  # 2: no CONTENT, the header's JSON was all ASCII, its hash blake2b
 FRAME = struct.Struct("<IBI16s")
 LENGTH = struct.Struct("<I")
+_T = TypeVar("_T")
 MAX_PAYLOAD = 1 << 30  # bytes; a longer length is damage, not a record
 
 
@@ -96,6 +96,20 @@ NO_LOGPROBS = np.empty(0, "<f4")
 NO_SAMPLED = np.empty(0, "?")
 
 
+class lazy(Generic[_T]):
+    """functools.cached_property without its lock, which takes a microsecond before Python 3.12."""
+
+    def __init__(self, make: Callable[[Any], _T]) -> None:
+        self._make = make
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, instance: Any, owner: type | None = None) -> _T:
+        made = instance.__dict__[self._name] = self._make(instance)
+        return made
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Record:
     """One record. `ids` [T]; the other arrays are [T], or empty where the policy sampled none of the tokens.
@@ -123,7 +137,7 @@ class Record:
             assert array.ndim == 1 and len(array) in (0, len(self.ids)), f"{name}: {array.shape}, ids {len(self.ids)}"
             object.__setattr__(self, name, array)
 
-    @cached_property
+    @lazy
     def hash(self) -> str:
         """32 hexadecimal characters. A record that was read has the one that was stored with it; `true_hash` is made
         anew."""
@@ -135,15 +149,20 @@ class Record:
             return prompt_hash(self.ids)
         if self.kind is Kind.CONTENT:
             return sha256(self.data).hexdigest()[:32]
-        return blake2b(self.payload, digest_size=16).hexdigest()
+        made = sha256(self.payload).hexdigest()[:32]
+        stored: str = self.__dict__.get("hash", made)
+        if stored != made and stored == blake2b(self.payload, digest_size=16).hexdigest():
+            return stored  # of a format before 3
+        return made
 
     @property
     def data(self) -> bytes:
         """What a CONTENT holds."""
         return base64.b64decode(self.meta["data"], validate=True)
 
-    @cached_property
+    @lazy
     def payload(self) -> bytes:
+        arrays = {name: array for name in COLUMNS if len(array := getattr(self, name))}
         head = {
             "kind": int(self.kind),
             "trajectory": self.trajectory,
@@ -151,11 +170,11 @@ class Record:
             "step": self.step,
             "parent": self.parent,
             "meta": self.meta,
-            "arrays": {name: len(getattr(self, name)) for name in COLUMNS if len(getattr(self, name))},
+            "arrays": {name: len(array) for name, array in arrays.items()},
         }
         text = to_json(head)
         text += b" " * (-len(text) % 4)  # so that the arrays are aligned where they lie
-        return b"".join((LENGTH.pack(len(text)), text, *(getattr(self, name).tobytes() for name in COLUMNS)))
+        return b"".join((LENGTH.pack(len(text)), text, *arrays.values()))
 
     def encode(self) -> bytes:
         """The payload. Raises TypeError or ValueError when `meta` is not JSON."""
@@ -253,15 +272,21 @@ def to_json(value: Mapping[str, Any]) -> bytes:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether it is what JSON has, and nothing that would silently become that."""
-    kind = type(value)
-    if kind in _SIMPLE:
-        return True
-    if kind is float:
-        return math.isfinite(value)
-    if kind is dict:
-        return _KEYS.issuperset(map(type, value)) and all(map(_is_plain, value.values()))
-    return (kind is list or kind is tuple) and all(map(_is_plain, value))
+    """Whether it is what JSON has, and nothing that would silently become that. Not of what is huge, or in itself."""
+    todo = [value]
+    for one in todo:
+        kind = type(one)
+        if kind is dict:
+            if not _KEYS.issuperset(map(type, one)):
+                return False
+            todo += one.values()
+        elif kind is list or kind is tuple:
+            todo += one
+        elif kind not in _SIMPLE and not (kind is float and math.isfinite(one)):
+            return False
+        if len(todo) > 100_000:
+            return False
+    return True
 
 
 def from_json(text: bytes | memoryview) -> Any:
@@ -338,7 +363,7 @@ def find_frame(data: bytes, start: int) -> tuple[int, int, bytes, memoryview, in
         payload = _payload_at(data, offset + FRAME.size)
         if payload is not None:
             with contextlib.suppress(StoreError):
-                record = Record.decode(bytes(payload))
+                record = Record.decode(bytes(payload), digest.hex())
                 true = bytes.fromhex(record.true_hash)
                 end = offset + FRAME.size + len(payload)
                 if checksum(record.kind, true, payload) == crc:

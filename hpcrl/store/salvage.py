@@ -188,7 +188,7 @@ def _intact(row: Any, columns: Mapping[str, NDArray[Any]], first: int, head: byt
         counts = from_json(head)["arrays"]
         whole = {name: columns[name][first : first + counts.get("ids", 0)] for name in COLUMNS}
         arrays = [whole[name][: counts[name]].tobytes() for name in COLUMNS if name in counts]
-        record = Record.decode(b"".join((LENGTH.pack(len(head)), head, *arrays)))
+        record = Record.decode(b"".join((LENGTH.pack(len(head)), head, *arrays)), _plain(row["hash"]))
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
     if record.true_hash == _plain(row["hash"]):

@@ -425,7 +425,7 @@ def bench_index(root: Path, scale: float) -> dict[str, Any]:
         for frame in frames:
             kind, digest, payload, _ = raw_frame(memoryview(frame), 0)
             head, text, arrays = split(payload)
-            head["trajectory"] = f"s{shard:04d}.{head['trajectory']}"
+            head.trajectory = f"s{shard:04d}.{head.trajectory}"
             packer.add(0, 0, kind, digest, (head, text, arrays))
         source = {"name": f"bench-{shard}.seg", "uid": f"{shard:032x}", "node": "bench", "number": shard}
         write_shard(paths.shards / f"{shard + 1:06d}.h5", packer, [{**source, "records": len(packer)}], {})

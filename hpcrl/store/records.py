@@ -91,6 +91,7 @@ COLUMNS: Mapping[str, tuple[np.dtype[Any], Any]] = {  # of tokens: dtype, value 
 }
 
 
+_SIZES = [(name, dtype.itemsize) for name, (dtype, _) in COLUMNS.items()]
 NO_IDS = np.empty(0, "<i4")
 NO_LOGPROBS = np.empty(0, "<f4")
 NO_SAMPLED = np.empty(0, "?")
@@ -184,9 +185,10 @@ class Record:
     def decode(cls, payload: bytes, hash: str = "") -> Record:
         """`hash`: as it was stored with the payload. Raises StoreError when the bytes are no record."""
         try:
-            head, _, arrays = split(payload)
+            text, rest = _cut(payload)
+            head = from_json(text)
+            arrays = _arrays(rest, head.pop("arrays"))
             values = {name: np.frombuffer(view, COLUMNS[name][0]) for name, view in arrays.items()}
-            head.pop("arrays")
             record = cls(**{**head, **values, "kind": Kind(head["kind"])})
             _ = record.data if record.kind is Kind.CONTENT else b""
         except (struct.error, ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
@@ -297,25 +299,54 @@ def from_json(text: bytes | memoryview) -> Any:
         return json.loads(bytes(text))
 
 
-Parts = tuple[dict[str, Any], memoryview, Mapping[str, memoryview]]
+class Skimmed(msgspec.Struct):
+    """Of a header, what places a record: of the rest no objects are made."""
+
+    class Meta(msgspec.Struct):
+        root: str | None = None
+        wall: float | None = None
+
+    trajectory: str
+    attempt: int
+    step: int
+    parent: str
+    arrays: dict[str, int]
+    meta: Meta
+
+
+_skim = msgspec.json.Decoder(Skimmed).decode
+Parts = tuple[Skimmed, memoryview, Mapping[str, memoryview]]
 
 
 def split(payload: bytes | memoryview) -> Parts:
     """A payload's header, the header's JSON, and the bytes of each array that is there. Raises ValueError, KeyError."""
+    text, rest = _cut(payload)
+    try:
+        head = _skim(text)
+    except msgspec.DecodeError:  # a root or time that is none
+        whole = from_json(text)
+        root, wall = whole["meta"].get("root"), whole["meta"].get("wall")
+        meta = Skimmed.Meta(str(root or ""), float(wall) if isinstance(wall, int | float) else None)
+        head = Skimmed(**{name: whole[name] for name in Skimmed.__struct_fields__ if name != "meta"}, meta=meta)
+    return head, text, _arrays(rest, head.arrays)
+
+
+def _cut(payload: bytes | memoryview) -> tuple[memoryview, memoryview]:
+    """The header's JSON, and what follows."""
     view = memoryview(payload)
-    (size,) = LENGTH.unpack_from(view)
-    start = LENGTH.size + size
-    text = view[LENGTH.size : start]
-    head = from_json(text)
-    arrays = {}
-    for name, (dtype, _) in COLUMNS.items():
-        count = head["arrays"].get(name, 0)
-        if count:
-            arrays[name] = view[start : start + count * dtype.itemsize]
-            start += count * dtype.itemsize
-    if start != len(view):
-        raise ValueError(f"payload of {len(view)} bytes where its header says {start}")
-    return head, text, arrays
+    start = LENGTH.size + LENGTH.unpack_from(view)[0]
+    return view[LENGTH.size : start], view[start:]
+
+
+def _arrays(rest: memoryview, counts: Mapping[str, int]) -> dict[str, memoryview]:
+    arrays, start = {}, 0
+    for name, size in _SIZES:
+        if count := counts.get(name, 0):
+            arrays[name] = rest[start : start + count * size]
+            start += count * size
+    if start != len(rest):
+        raise ValueError(f"arrays of {len(rest)} bytes where the header says {start}")
+    return arrays
 
 
 def missing(record: Record) -> list[str]:

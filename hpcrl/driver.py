@@ -188,7 +188,7 @@ class Driver:
         self._paths, self._config, self._scheduler, self._client = paths, config, scheduler, client
         self._ledger, self._incarnation = ledger, ledger.incarnation
         self._store = Store(paths, open_segments=True)
-        self._store.refresh()
+        self._store.refresh(anew=True)
         self._reading = asyncio.Lock()  # of the store, which isn't thread-safe
         self._stream = TaskStream(family, config.seed)
         self._progress = ProgressReader(paths)
@@ -290,7 +290,7 @@ class Driver:
         """One attempt as a Dask task: submit, wait, tell flow how it ended."""
         if ticket.attempt > 1 and not ticket.adopt:
             async with self._reading:
-                await asyncio.to_thread(self._store.refresh)
+                await asyncio.to_thread(self._store.refresh, anew=True)
                 head = self._store.head(ticket.trajectory) or ""
                 ended = self._store.ended(ticket.trajectory, head)
                 ticket = replace(ticket, adopt=head)
@@ -428,7 +428,9 @@ class Driver:
     def _command(self, path: Path) -> None:
         """Take a command that a login node left. A submitted task's file stays until its trajectory has ended."""
         try:
-            row = read_json(path) or {}
+            row = read_json(path)
+            if row is None:
+                return  # gone, though this node may list it for a while
             command = row.get("command")
             if command not in ("submit", "stop"):
                 raise ValueError(f"unknown command {command!r}")

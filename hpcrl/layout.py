@@ -79,7 +79,7 @@ class RunPaths:
 
     def checkpointed(self) -> list[int]:
         """The updates that there are checkpoints of, whole or damaged, the newest first."""
-        names = [path.name.removeprefix("update-") for path in self.checkpoints.glob("update-*")]
+        names = [path.name.removeprefix("update-") for path in listed(self.checkpoints, "update-*", anew=True)]
         return sorted((int(name) for name in names if name.isdigit()), reverse=True)
 
     def make(self) -> None:
@@ -160,9 +160,18 @@ def by_name(call: Callable[..., _T], *args: Any) -> _T:
     return call(*args)
 
 
-def listed(folder: Path, pattern: str = "*") -> list[Path]:
+def listed(folder: Path, pattern: str = "*", *, anew: bool = False) -> list[Path]:
     """What is in a folder, [] where there is none. Unlike `Path.glob` it raises OSError for one that can't be read: who
-    takes that for an empty folder does harm."""
+    takes that for an empty folder does harm.
+
+    On a network filesystem it may be what this node saw a minute ago, and lack files or have some that are gone. With
+    `anew` it is what is there now, where we may write to the folder: a client that changed a folder itself asks again.
+    """
+    if anew:
+        with contextlib.suppress(OSError):
+            mark = folder / f".{node_name()}.{os.getpid()}.anew"
+            os.close(os.open(mark, os.O_WRONLY | os.O_CREAT, 0o644))
+            mark.unlink(missing_ok=True)
     try:
         names = by_name(os.listdir, folder)
     except FileNotFoundError:

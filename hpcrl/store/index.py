@@ -14,6 +14,7 @@ import errno
 import logging
 import math
 import os
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+SETTLE_S = 90.0  # after which each node sees what another did: NFS keeps what it knows of a folder for up to 60 s
 _NAMED = (Kind.ADOPT, Kind.END, Kind.REWARD)  # rows of segments whose meta is kept
 Place = tuple[Shard, int]  # a trajectory's fragment: the shard, and its number in the shard's table
 
@@ -57,6 +59,7 @@ class Store:
         self._shards: dict[str, Shard] = {}
         self._used: dict[str, Shard] = {}  # those that may hold a file open
         self._uids: set[str] = set()  # of segments that are in a shard
+        self._packed: set[str] = set()  # their names
         self._ends: dict[str, int | None] = {}  # segment -> bytes indexed, None when it is closed and done
         self._fds: dict[str, int] = {}
         self._places: dict[str, list[Place]] = {}
@@ -69,7 +72,7 @@ class Store:
         self._frame: pd.DataFrame | None = None
 
     def __enter__(self) -> Store:
-        self.refresh()
+        self.refresh(anew=True)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -89,34 +92,47 @@ class Store:
 
     # ---- taking in
 
-    def refresh(self) -> None:
-        """Take in what is new in the folder; costs in proportion to that. A file that is damaged goes to `damaged`."""
-        self._looked = True
-        while not self._look():
-            pass
+    def refresh(self, *, anew: bool = False) -> None:
+        """Take in what is new in the folder; costs in proportion to that. A file that is damaged goes to `damaged`.
 
-    def _look(self) -> bool:
-        """One pass; False when a segment went away meanwhile (into a shard, so that another pass finds it)."""
-        # Segments are listed before shards: one that goes missing in between is in a shard that the next list has.
-        suffixes = (CLOSED, OPEN) if self._open_too else (CLOSED,)
-        listed = [path for suffix in suffixes for path in segments(self._paths.log, suffix)]
-        for path in shards(self._paths):
+        What other nodes did of late may show only with `anew`, or at a later call, as the folder is on a network
+        filesystem (`layout.listed`). Where a file is listed and not to be found, this waits until either changes.
+        """
+        self._looked = True
+        until, pause_s = time.monotonic() + SETTLE_S, 0.0
+        while unseen := self._look(anew):
+            if time.monotonic() > until:
+                logger.error("listed and not to be found, passed over: %s", ", ".join(sorted(map(str, unseen))))
+                return
+            time.sleep(pause_s)
+            anew, pause_s = True, min(pause_s + 0.1, 1.0)
+
+    def _look(self, anew: bool) -> set[Path]:
+        """One pass; the files that are listed and not to be found: a segment that went into a shard which is not listed
+        yet, or a name of which this node still believes that it isn't there."""
+        # In the order that a record takes: what has gone from one list before it was made is in the next.
+        suffixes = (OPEN, CLOSED) if self._open_too else (CLOSED,)
+        left = []
+        for at, suffix in enumerate(suffixes):
+            left += segments(self._paths.log, suffix, anew=anew and not at)
+        unseen: set[Path] = set()
+        for path in shards(self._paths, anew=anew):
             if path.name not in self._shards and path.name not in self.damaged:
-                with self._noting_damage(path):
+                with self._noting_damage(path, unseen):
                     self._take_shard(path)
-        for path in listed:
-            try:
-                if path.name not in self.damaged:
-                    with self._noting_damage(path):
-                        self._take_segment(path)
-            except FileNotFoundError:
-                return False
-        return True
+        for path in left:
+            if path.name not in self.damaged:
+                with self._noting_damage(path, unseen):
+                    self._take_segment(path)
+        # An open one may be listed as a closed one, too.
+        return {path for path in unseen if path.stem not in self._packed and self._ends.get(path.stem, 0) is not None}
 
     @contextmanager
-    def _noting_damage(self, path: Path) -> Iterator[None]:
+    def _noting_damage(self, path: Path, unseen: set[Path]) -> Iterator[None]:
         try:
             yield
+        except FileNotFoundError:
+            unseen.add(path)
         except StoreError as error:
             logger.error("%s", error)
             self.damaged[path.name] = str(error)
@@ -126,6 +142,7 @@ class Store:
         self._changed()
         self._uids |= {text(uid) for uid in shard.sources["uid"].tolist()}
         for name in shard.sources["name"].tolist():
+            self._packed.add(Path(text(name)).stem)
             self._drop_segment(Path(text(name)).stem)
         for number, trajectory in enumerate(shard.ids):
             if not trajectory:
@@ -228,18 +245,20 @@ class Store:
 
     def record(self, trajectory: str, hash: str) -> Record:
         """Raises StoreError when it isn't here or is damaged."""
-        for again in (True, False):
+        until, pause_s = time.monotonic() + SETTLE_S, 0.0
+        while True:
             row = self.rows(trajectory).get(hash) if trajectory else self._prompts.get(hash)
             if row is None:
                 raise StoreError(f"{self._paths.root}: no record {hash}")
             try:
                 return self.read(row)
             except _Moved:
-                if not again:
+                if time.monotonic() > until:
                     raise
             self._forget_file(row.file)
-            self.refresh()  # its segment became a shard
-        raise AssertionError
+            time.sleep(pause_s)
+            pause_s = min(pause_s + 0.1, 1.0)
+            self.refresh(anew=True)  # its segment became a shard
 
     def _keep_open(self, shard: Shard) -> Shard:
         self._used[shard.path.name] = shard

@@ -187,7 +187,7 @@ class Host:
     def _adopted(self, trajectory: str, head: str) -> History:
         """In a thread: it may read much, and the other loops go on."""
         with self._reading:
-            self._store.refresh()
+            self._store.refresh(anew=True)
             return history_of(self._store, trajectory, head)
 
     async def _end_loop(self, trajectory: str, *, cancelled: bool = False) -> None:

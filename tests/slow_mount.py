@@ -11,8 +11,8 @@ Each mount is a process that speaks the kernel's FUSE protocol over one backing 
 - one that this mount unlinks while it is open here is renamed to .nfs<n> until it is closed
 - no locks: flock, fcntl and lockf give ENOLCK
 
-It speaks the protocol itself, since no binding lets one answer for locks and for files without a name alike. The numbers
-are those of linux/fuse.h.
+It speaks the protocol itself (the numbers are those of linux/fuse.h): of the bindings, some answer for paths and can't tell
+a file that has lost its name, some can't refuse locks.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class _Node:
         return f"/proc/self/fd/{self.fd}"
 
     def stat(self) -> os.stat_result:
-        found = os.stat(self.fd)
+        found = os.fstat(self.fd)
         if not found.st_nlink:
             raise OSError(errno.ESTALE, "its last name is gone")
         return found
@@ -109,7 +109,7 @@ class SlowMount:
     # ---- what the kernel is told
 
     def _attributes(self, found: os.stat_result) -> bytes:
-        times = [ns for ns in (found.st_atime_ns, found.st_mtime_ns, found.st_ctime_ns)]
+        times = (found.st_atime_ns, found.st_mtime_ns, found.st_ctime_ns)
         return _ATTR.pack(
             found.st_ino, found.st_size, found.st_blocks, *(ns // 10**9 for ns in times), *(ns % 10**9 for ns in times),
             found.st_mode, found.st_nlink, found.st_uid, found.st_gid, found.st_rdev, found.st_blksize, 0,
@@ -120,7 +120,7 @@ class SlowMount:
 
     def _entry(self, parent: int, name: str) -> bytes:
         fd = os.open(name, os.O_PATH | os.O_NOFOLLOW, dir_fd=self._nodes[parent].fd)
-        found = os.stat(fd)
+        found = os.fstat(fd)
         key = (found.st_dev, found.st_ino)
         number = self._numbers.get(key)
         if number is None:
@@ -183,7 +183,7 @@ class SlowMount:
             return
         node.lookups -= count
         if node.lookups <= 0 and not node.opened:
-            found = os.stat(node.fd)
+            found = os.fstat(node.fd)
             self._numbers.pop((found.st_dev, found.st_ino), None)
             os.close(node.fd)
             del self._nodes[number]
@@ -199,7 +199,7 @@ class SlowMount:
         node = self._nodes[number]
         old = node.stat()
         if valid & 1:
-            os.chmod(node.path, stat.S_IMODE(mode))
+            Path(node.path).chmod(stat.S_IMODE(mode))
         if valid & 6:
             os.chown(node.path, uid if valid & 2 else -1, gid if valid & 4 else -1)
         if valid & 8:
@@ -367,7 +367,7 @@ def _name(data: memoryview) -> str:
 
 def _dirent(at: int, entry: os.DirEntry[str]) -> bytes:
     name = os.fsencode(entry.name)
-    kind = stat.S_IFMT(entry.stat(follow_symlinks=False).st_mode) >> 12
+    kind = 4 if entry.is_dir(follow_symlinks=False) else 10 if entry.is_symlink() else 8
     data = struct.pack("<QQII", entry.inode(), at, len(name), kind) + name
     return data.ljust(-(-len(data) // 8) * 8, b"\0")
 

@@ -90,11 +90,13 @@ class RunPaths:
         return sorted((int(name) for name in names if name.isdigit()), reverse=True)
 
     def make(self) -> None:
+        new = not self.log.exists()
         folders = (self.logs, self.submitit, self.control, self.inbox, self.log, self.shards, self.ledger)
         for folder in (*folders, self.progress, self.weights, self.checkpoints, self.evals):
             folder.mkdir(parents=True, exist_ok=True)
         self.control.chmod(0o700)
-        stripe(self.log, self.shards, self.weights, self.checkpoints)
+        if new:
+            stripe(self.log, self.shards, self.weights, self.checkpoints)
 
     def private(self) -> Path:
         """A folder on this node, for sockets and process files, that only this user can enter.

@@ -11,8 +11,8 @@ Each mount is a process that speaks the kernel's FUSE protocol over one backing 
 - one that this mount unlinks while it is open here is renamed to .nfs<n> until it is closed
 - no locks: flock, fcntl and lockf give ENOLCK
 
-It speaks the protocol itself (the numbers are those of linux/fuse.h): of the bindings, some answer for paths and can't tell
-a file that has lost its name, some can't refuse locks.
+It speaks the protocol itself (the numbers are those of linux/fuse.h): some bindings answer for paths and can't tell
+a file that has lost its name, others can't refuse locks.
 """
 
 from __future__ import annotations

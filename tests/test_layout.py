@@ -47,6 +47,8 @@ def test_a_run_folder_is_striped(
     assert asked == f"getstripe -d {run}/log" and listed == f"osts {run}/log"
     layout = f"setstripe -E 64M -c 1 -E 1G -c {middle} -E -1 -c {most}"
     assert set_ == [f"{layout} {run}/{folder}" for folder in ("log", "shards", "weights", "checkpoints")]
+    RunPaths(run).make()  # a resume
+    assert len(calls.read_text().splitlines()) == 6, "what a user set since stays"
 
 
 def test_other_file_systems_are_left_alone(calls: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,7 +56,7 @@ def test_other_file_systems_are_left_alone(calls: Path, tmp_path: Path, monkeypa
     RunPaths(tmp_path / "run").make()
     assert calls.read_text() == f"getstripe -d {tmp_path}/run/log\n"
     (tmp_path / "bin" / "lfs").unlink()
-    RunPaths(tmp_path / "run").make()
+    RunPaths(tmp_path / "other").make()
     assert len(calls.read_text().splitlines()) == 1
 
 

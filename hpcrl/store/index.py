@@ -415,7 +415,7 @@ class Store:
         chain = self._walk(trajectory, head)
         open_files = {file for file, end in self._ends.items() if end is not None}
         roots = [self._prompts[row.root] for row in chain if row.root in self._prompts]
-        lost = [self.read(row) for row in roots if row.file in open_files]
+        lost = [self.record("", row.hash) for row in roots if row.file in open_files]
         return lost + [self.record(trajectory, row.hash) for row in chain if row.file in open_files]
 
     # ---- trajectories

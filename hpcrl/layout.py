@@ -175,13 +175,11 @@ def listed(folder: Path, pattern: str = "*", *, anew: bool = False) -> list[Path
     takes that for an empty folder does harm.
 
     On a network filesystem it may be what this node saw a minute ago, and lack files or have some that are gone. With
-    `anew` it is what is there now, where we may write to the folder: a client that changed a folder itself asks again.
+    `anew` it is what is there now, where we may write to the folder: a client that changes one (here its time) asks again.
     """
     if anew:
         with contextlib.suppress(OSError):
-            mark = folder / f".{node_name()}.{os.getpid()}.anew"
-            os.close(os.open(mark, os.O_WRONLY | os.O_CREAT, 0o644))
-            mark.unlink(missing_ok=True)
+            os.utime(folder)
     try:
         names = by_name(os.listdir, folder)
     except FileNotFoundError:

@@ -211,6 +211,7 @@ class SlowMount:
                 now if valid & 256 else mtime * 10**9 + mtime_ns if valid & 32 else old.st_mtime_ns,
             )
             os.utime(node.path, ns=times)
+        self._changed(number)
         return self._attr_out(node.stat())
 
     def readlink(self, number: int, _: memoryview) -> bytes:

@@ -45,7 +45,7 @@ def test_stop_and_resume_then_kill_all_and_resume(
     at.mkdir(), site.mkdir()
     run = at / "run"
     (site / "sitecustomize.py").write_text(NAMESPACE)
-    config = write_config(tmp_path, tiny_model, updates=12, tasks=4)
+    config = write_config(tmp_path, tiny_model, updates=7, tasks=4)
     with slow_mounts(tmp_path, seconds) as (a, b):
         for name, value in {"SLOW_AT": at, "SLOW_CONTROL": b, "SLOW_OTHERS": a}.items():
             monkeypatch.setenv(name, str(value))
@@ -72,7 +72,7 @@ def _train_stop_break_resume(run: Path, config: Path) -> None:
     with running("resume", run, run=run) as live:
         receipts = Receipts(run)
         receipts.start()
-        live.until("two updates more", lambda row: row["updates"]["done"] >= done + 2)
+        live.until("two updates more", lambda row: row["updates"]["done"] > done)
         live.process.kill()
         for process in processes_of(run):
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -88,5 +88,5 @@ def _train_stop_break_resume(run: Path, config: Path) -> None:
         there = {*store.prompts(), *(hash for name in store.names() for hash in store.rows(name))}
     assert len(acknowledged) > 100 and not acknowledged - there
     rows = [update for update in lineage(RunPaths.of(run)) if update.trajectories]
-    assert [update.update for update in rows] == list(range(1, 17))
-    assert len({update.version for update in rows if update.version >= 0}) == 12
+    assert [update.update for update in rows] == list(range(1, 12))
+    assert len({update.version for update in rows if update.version >= 0}) == 8

@@ -168,7 +168,7 @@ def test_owner_compactors_and_readers_all_at_once(nodes: Nodes) -> None:
 
     async def owner() -> None:
         log = open_log(a, segment_bytes=1500)
-        for number in range(40):
+        for number in range(25):
             for record in trajectory(f"t{number}", prompt_ids=(number, 2, 3)):
                 await log.append([record.frame()])
                 acknowledged.append(record)
@@ -195,7 +195,7 @@ def test_owner_compactors_and_readers_all_at_once(nodes: Nodes) -> None:
     for store in stores:
         read(store, False)
         store.close()
-    assert len(acknowledged) == 240
+    assert len(acknowledged) == 150
     expect(nodes, acknowledged)
 
 

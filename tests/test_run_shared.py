@@ -37,16 +37,15 @@ if "submitit.core._submit" in words and os.environ["SLOW_AT"] in words:
 """
 
 
-@pytest.mark.parametrize("seconds", [5.0, 30.0])
 def test_stop_and_resume_then_kill_all_and_resume(
-    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: float
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     at, site = tmp_path / "seen", tmp_path / "site"
     at.mkdir(), site.mkdir()
     run = at / "run"
     (site / "sitecustomize.py").write_text(NAMESPACE)
     config = write_config(tmp_path, tiny_model, updates=7, tasks=4)
-    with slow_mounts(tmp_path, seconds) as (a, b):
+    with slow_mounts(tmp_path) as (a, b):
         for name, value in {"SLOW_AT": at, "SLOW_CONTROL": b, "SLOW_OTHERS": a}.items():
             monkeypatch.setenv(name, str(value))
         monkeypatch.setenv("PYTHONPATH", f"{site}:{os.environ.get('PYTHONPATH', '')}")
@@ -72,7 +71,7 @@ def _train_stop_break_resume(run: Path, config: Path) -> None:
     with running("resume", run, run=run) as live:
         receipts = Receipts(run)
         receipts.start()
-        live.until("two updates more", lambda row: row["updates"]["done"] > done)
+        live.until("an update more", lambda row: row["updates"]["done"] > done and len(receipts.hashes) > 100)
         live.process.kill()
         for process in processes_of(run):
             with contextlib.suppress(psutil.NoSuchProcess):

@@ -139,6 +139,8 @@ class Learner(Table):
 
 
 class Store(Table):
+    durability: Literal["shared", "local"] = "shared"  # local: on the node's disk first; lost with the node
+    local_dir: Annotated[str, Field(pattern=r"^/")] = "/tmp"  # where that is; an absolute path
     segment_mib: Positive = 64
     segment_age_s: PositiveNumber = 60.0
     commit_interval_s: Number = 0.5  # the least time between two syncs of a node's log; 0.02 does on a local disk

@@ -21,7 +21,7 @@ import sys
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -33,10 +33,11 @@ from hpcrl.config import Config
 from hpcrl.fleet import Fleet
 from hpcrl.layout import RunPaths, is_full, publish, publish_json, read_json
 from hpcrl.observe.summary import plot
+from hpcrl.restore import restore
 from hpcrl.rollout.loop import DISK
 from hpcrl.store.index import Store
-from hpcrl.store.ledger import LedgerWriter, ProgressReader, UpdateRow, entries, lineage
-from hpcrl.types import Ended, Entry, EnvironmentFamily, HpcrlError, State, Task
+from hpcrl.store.ledger import LedgerWriter, ProgressReader, UpdateRow, lineage
+from hpcrl.types import Ended, Entry, EnvironmentFamily, HpcrlError, Task
 from hpcrl.workers.guest import TOPIC
 from hpcrl.workers.hosts import run_ticket
 
@@ -105,75 +106,6 @@ class Arrivals(SchedulerPlugin):  # type: ignore[misc]
         self._queue.put_nowait(("left", worker))
 
 
-def restore(paths: RunPaths, config: Config, store: Store, rows: Sequence[UpdateRow]) -> f.Restored:
-    """Read back from the run folder what flow must know of a run's earlier life. `rows`: progress' lineage."""
-    updates: Counter[str] = Counter()
-    versions: dict[str, int] = {}
-    trained: Counter[str] = Counter()
-    for update in rows:
-        if update.phase:
-            updates[update.phase] = update.phase_update
-            trained[update.phase] += len(update.trajectories)
-        if update.version >= 0 and update.phase:
-            versions[update.phase] = update.version
-    ledgered: Counter[str] = Counter()
-    groups_done = set()
-    members: Counter[str] = Counter()
-    units: dict[str, tuple[int, int]] = {}
-    seen: set[str] = set()
-    for _, entry in entries(paths):
-        if entry.trajectory in seen:
-            continue
-        seen.add(entry.trajectory)
-        ledgered[entry.phase] += 1
-        steps, tokens = units.get(entry.phase, (0, 0))
-        units[entry.phase] = (steps + entry.num_steps, tokens + entry.num_sampled)
-        members[entry.group] += 1
-        if members[entry.group] == entry.group_size:  # else its line was torn off; it is written again
-            groups_done.add(entry.group)
-    evaluations = {}
-    for path in paths.evals.glob("*.json"):
-        row_ = read_json(path)
-        if row_ is not None:
-            evaluations[path.stem] = f.EvaluationResult(**row_)
-    evaluations = dict(sorted(evaluations.items(), key=lambda item: item[1].version))
-    counts = f.Counts()
-    ended: dict[str, Ended] = {}
-    attempts: dict[str, int] = {}
-    num_groups: dict[str, int] = {}
-    prefixes = {f"p{index}n": phase.name for index, phase in enumerate(config.phase)}
-    phases = {phase.name: phase for phase in config.phase}
-    finished = set()
-    counted = ("status", "kind", "num_steps", "num_calls", "num_valid_calls")
-    for row in store.summaries():
-        trajectory, group = row["id"], row["group"]
-        label = group.rsplit(".", 1)[-1]
-        for prefix, name in prefixes.items():
-            if label.startswith(prefix):
-                num_groups[name] = max(num_groups.get(name, 0), int(label.removeprefix(prefix)) + 1)
-        phase = phases.get(row["phase"])
-        done_with = phase is None or updates[phase.name] >= phase.updates or group in groups_done
-        if row["kind"] == "eval":
-            done_with = row["phase"] in evaluations
-        if not row["status"]:
-            attempts[trajectory] = row["attempt"]
-        elif row["status"] == State.CANCELLED or done_with:
-            counts.admitted += 1
-            counts.end(**{name: row[name] for name in counted})
-            if row["kind"] == "user":
-                finished.add(trajectory)
-        elif store.head(trajectory) == row["head"] and (end := store.ended(trajectory, row["head"])):
-            ended[trajectory] = end
-        else:  # its end is there and something before it is not: it goes on from before that
-            attempts[trajectory] = row["attempt"]
-    published = [int(path.parent.name[1:]) for path in paths.weights.glob("v*/manifest.json")]
-    return f.Restored(
-        ledgered=ledgered, trained=trained, updates=updates, versions=versions, newest=max(published, default=-1),
-        groups_done=frozenset(groups_done), ended=ended, attempts=attempts, num_groups=num_groups,
-        evaluations=evaluations, units=units, counts=counts, finished=frozenset(finished),
-    )  # fmt: skip
-
-
 class Driver:
     def __init__(
         self,
@@ -188,7 +120,6 @@ class Driver:
         self._paths, self._config, self._scheduler, self._client = paths, config, scheduler, client
         self._ledger, self._incarnation = ledger, ledger.incarnation
         self._store = Store(paths, open_segments=True)
-        self._store.refresh(anew=True)
         self._reading = asyncio.Lock()  # of the store, which isn't thread-safe
         self._stream = TaskStream(family, config.seed)
         self._progress = ProgressReader(paths)
@@ -213,6 +144,7 @@ class Driver:
         self._failed_loads: list[str] = []
         self._loads = {"count": 0, "max_mismatch": 0.0, "max_seconds": 0.0}  # of versions that were taken
         self._spawned: set[asyncio.Task[None]] = set()
+        self._sealing: set[Path] = set()  # commands that are being carried out
         self._abandoning: set[asyncio.Task[None]] = set()
         self._scored: list[Entry] = []  # for the ledger, written together: one sync, not one a group
         self._writing = threading.Lock()
@@ -432,7 +364,7 @@ class Driver:
             if row is None:
                 return  # gone, though this node may list it for a while
             command = row.get("command")
-            if command not in ("submit", "stop"):
+            if command not in ("submit", "stop", "seal"):
                 raise ValueError(f"unknown command {command!r}")
             if command == "submit":
                 task = Task(**row["task"])
@@ -445,9 +377,25 @@ class Driver:
             return
         if command == "submit":
             self._submit(path, row["trajectory"], task)
+        elif command == "seal":
+            if path not in self._sealing:
+                self._sealing.add(path)
+                self._spawn(self._seal(path))
         else:
             path.unlink()
             self._handle(f.StopAsked(reason="stopped"))
+
+    async def _seal(self, path: Path) -> None:
+        """Have every node close its open segment; the command's file goes when they have."""
+        by_node = {node: worker for worker, node in self._hosts().items()}
+        answers = [self._call(worker, "supervisor", method="seal") for worker in by_node.values()]
+        failed = [node for node, answer in zip(by_node, await asyncio.gather(*answers), strict=True) if answer is None]
+        if failed:
+            logger.warning("%s: no answer from %s", path, ", ".join(failed))
+            path.rename(path.with_suffix(".refused"))
+        else:
+            path.unlink(missing_ok=True)
+        self._sealing.discard(path)
 
     def _submit(self, path: Path, trajectory: str, task: Task) -> None:
         if trajectory not in self._submitted:

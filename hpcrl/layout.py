@@ -112,6 +112,11 @@ class RunPaths:
             raise StoreError(f"{folder}: must belong to this user with mode 0700; remove it")
         return folder
 
+    def scratch_log(self, local_dir: str) -> Path:
+        """A folder on this node's disk for a log of `store.durability = "local"`; it outlives the run's end there."""
+        info = self.root.stat()
+        return Path(local_dir) / f"hpcrl-{os.getuid()}-{info.st_dev:x}-{info.st_ino:x}-log"
+
 
 def node_name() -> str:
     """This node, by Slurm's name where Slurm runs us (its nodes may share a hostname), else the hostname."""
@@ -174,8 +179,8 @@ def listed(folder: Path, pattern: str = "*", *, anew: bool = False) -> list[Path
     """What is in a folder, [] where there is none. Unlike `Path.glob` it raises OSError for one that can't be read: who
     takes that for an empty folder does harm.
 
-    On a network filesystem it may be what this node saw a minute ago, and lack files or have some that are gone. With
-    `anew` it is what is there now, where we may write to the folder: a client that changes one (here its time) asks again.
+    On a network filesystem it may be what this node saw a minute ago: lack files, have some that are gone. With `anew`
+    it is what is there now, where we may write to the folder: a client that changes one (here its time) asks again.
     """
     if anew:
         with contextlib.suppress(OSError):

@@ -25,11 +25,12 @@ from io_faults import KILL, Io
 from store_parts import act, adopt, end, observe
 
 from hpcrl.layout import RunPaths
-from hpcrl.store.compact import compact, seal_dead_here
+from hpcrl.store.compact import compact
 from hpcrl.store.index import Store
 from hpcrl.store.link import LogClient, LogServer
 from hpcrl.store.log import Log
 from hpcrl.store.records import Kind, Record, prompt
+from hpcrl.store.seal import seal_dead_here
 from hpcrl.types import Receipt
 
 # Mends what is mendable in a run folder, where this version has it; then it runs beside compaction, and is killed too.

@@ -27,10 +27,11 @@ from io_faults import KILL, STOP, Fault, Io
 from store_parts import act, adopt, end, observe, open_log, run_folder, trajectory
 
 from hpcrl.layout import ProcessId
-from hpcrl.store.compact import STALE_S, compact, seal_dead_here, shards
+from hpcrl.store.compact import STALE_S, compact, shards
 from hpcrl.store.index import Store
 from hpcrl.store.log import Log
 from hpcrl.store.records import Record, prompt
+from hpcrl.store.seal import seal_dead_here
 from hpcrl.store.segment import CLOSED, OPEN, Header, segments
 from hpcrl.store.shard import Shard
 

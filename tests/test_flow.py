@@ -438,20 +438,26 @@ def test_a_trajectorys_life_is_one_whatever_its_attempts() -> None:
     assert again.ticket.deadline_s == flow.config.sampling.deadline_s - 100.0
 
 
-def test_an_evaluations_answer_from_another_version_is_in_no_score() -> None:
+def test_an_evaluation_that_met_another_version_goes_on_at_its_own() -> None:
     flow = make(settings(phase=PHASES[1:], evaluation={"tasks": 3}))
     flow.handle(f.Published(version=0), 0.0)
     flow.handle(f.EngineChanged(node="n", ready=True, version=0), 0.0)
-    out = starts(joined(flow))
+    out = starts(joined(flow, capacity=64))
     evals = [row.ticket for row in out if row.ticket.kind == "eval"]
     assert len(evals) == 3
     results = []
     for number, ticket in enumerate(evals):
-        # The engine went away and came back with other weights while the second was under way.
         one = ended(ticket, version=0)
-        results += flow.handle(f.AttemptEnded(ended=replace(one, max_version=7) if number == 1 else one), 1.0)
-    (result,) = [row.result for row in results if isinstance(row, f.RecordEvaluation)]
-    assert (result.tasks, result.failed, result.successes) == (2, 1, 2)
+        if number == 1:  # the engine went away and came back with other weights: the loop says so, and ends there
+            fault = Fault(cause=Cause.ENGINE, where="engine", message="tokens of version 7, not of 0")
+            one = replace(one, status=State.RETRYING, fault=fault, rewards={})
+        results += flow.handle(f.AttemptEnded(ended=one), 1.0)
+    assert not [row for row in results if isinstance(row, f.RecordEvaluation)]
+    (again,) = [row.ticket for row in starts(flow.handle(f.Tick(), 2.0)) if row.ticket.kind == "eval"]
+    assert (again.trajectory, again.attempt, again.pinned) == (evals[1].trajectory, 2, 0)
+    out = flow.handle(f.AttemptEnded(ended=ended(again, version=0)), 3.0)
+    (row,) = [row for row in out if isinstance(row, f.RecordEvaluation)]
+    assert (row.result.tasks, row.result.failed, row.result.successes) == (3, 0, 3)
 
 
 def test_a_load_that_nobody_answered_says_nothing_of_the_version() -> None:

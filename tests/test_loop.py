@@ -22,7 +22,20 @@ from hpcrl.store.index import Store
 from hpcrl.store.link import LogClient, LogServer
 from hpcrl.store.log import Log
 from hpcrl.store.records import Kind, Record, missing
-from hpcrl.types import Cause, Ended, Fault, Message, Sampling, State, StepOutcome, Task, Ticket, ToolCall, ToolSpec
+from hpcrl.types import (
+    Cause,
+    Ended,
+    Fault,
+    Message,
+    Sampling,
+    Span,
+    State,
+    StepOutcome,
+    Task,
+    Ticket,
+    ToolCall,
+    ToolSpec,
+)
 
 WHERE = Where(node="n", job="1", boot_id="b")
 TASK = Task(environment="find", payload={"key": "N", "files": {"D7": "418", "N5": "233", "V1": "902", "Y6": "118"}})
@@ -314,6 +327,34 @@ async def test_an_engine_that_fails_is_named(log: LogClient, renderer: Renderer)
     assert ended.fault == Fault(cause=Cause.ENGINE, where="engine n-0", message="connection refused")
 
 
+async def test_tokens_of_another_version_are_no_part_of_a_pinned_evaluation(
+    log: LogClient, renderer: Renderer, tmp_path: Path
+) -> None:
+    class Loading(ScriptedEngine):
+        """Loads the next version after its first act."""
+
+        version = 3
+
+        async def generate(self, *args: Any, **kwargs: Any) -> Any:
+            made = await super().generate(*args, **kwargs)
+            spans = (Span(version=self.version, start=0, stop=len(made.ids)),)
+            self.version += 1
+            return replace(made, spans=spans)
+
+    task = ticket(kind="eval", pinned=3)
+    ended = await loop(log, renderer, task, engine=Loading(right_way, renderer)).run()
+    assert (ended.status, ended.min_version, ended.max_version) == (State.RETRYING, 3, 3)
+    assert (
+        ended.fault is not None and ended.fault.cause is Cause.ENGINE and "version 4, not of 3" in ended.fault.message
+    )
+    store = await stored(tmp_path)
+    assert [receipt.kind for receipt in store.receipts(task.trajectory)] == ["ADOPT", "ACT", "OBSERVE"]
+    again = Loading(right_way, renderer)
+    again.version = 4
+    ended = await loop(log, renderer, ticket(kind="eval", pinned=-1), engine=again).run()
+    assert (ended.status, ended.min_version, ended.max_version) == (State.COMPLETED, 4, 6)
+
+
 class FailingLog:
     """Refuses `count` records from the n-th on; all of them, as a full disk does."""
 
@@ -327,6 +368,9 @@ class FailingLog:
         future = asyncio.get_running_loop().create_future()
         future.set_exception(OSError(28, "No space left on device"))
         return future
+
+    async def settle(self) -> None:
+        await self.log.settle()
 
 
 async def test_a_slow_commit_holds_up_nobody_else(log: LogClient, renderer: Renderer) -> None:
@@ -385,6 +429,29 @@ async def test_a_call_with_effects_waits_for_its_act_and_is_not_repeated(
     assert environment.steps == 0
     assert ended.status is State.TRUNCATED
     assert ended.fault == Fault(cause=Cause.PLATFORM, where="resume", message=UNKNOWN)
+
+
+async def test_a_call_with_effects_waits_until_other_nodes_can_read_its_act(renderer: Renderer, tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path / "run")
+    paths.make()
+    sizes: dict[str, Any] = {"segment_bytes": 1 << 20, "segment_age_s": 60, "commit_interval_s": 0}
+    owner = Log(paths.log, "n", scratch=tmp_path / "scratch", **sizes)
+    server = LogServer(owner, tmp_path / "log.sock")
+    await server.start()
+    seen = []
+
+    class Looking(Broken):
+        async def step(self, calls: Any, sandbox: Any) -> Any:
+            with Store(paths) as store:
+                seen.append([receipt.kind for receipt in store.receipts("e.0")])
+            return await super().step(calls, sandbox)
+
+    async with LogClient(tmp_path / "log.sock") as client:
+        await loop(client, renderer, ticket(trajectory="e.0", max_steps=1), environment=Looking("", "effect")).run()
+        await loop(client, renderer, ticket(trajectory="p.0", max_steps=1), environment=Looking("", "pure")).run()
+    await server.close()
+    await owner.close()
+    assert seen[0] == ["ADOPT", "ACT"]
 
 
 async def test_a_verdict_only_records_the_end(log: LogClient, renderer: Renderer, tmp_path: Path) -> None:

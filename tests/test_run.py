@@ -8,6 +8,7 @@ import itertools
 import json
 import os
 import random
+import re
 import signal
 import time
 from pathlib import Path
@@ -109,7 +110,6 @@ def test_kill_every_process_in_turn(tiny_model: Path, tmp_path: Path) -> None:
     report = verified(run)
     assert report["trained_twice"] == 0
     store = Store(RunPaths.of(run))
-    store.refresh()
     there = {*store.prompts(), *(hash for name in store.names() for hash in store.rows(name))}
     lost = acknowledged - there
     assert len(acknowledged) > 500 and not lost
@@ -170,8 +170,15 @@ def node(live: Running) -> dict[str, list[int]]:
 def test_stop_and_resume_then_kill_all_and_resume(tiny_model: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     config = write_config(tmp_path, tiny_model, updates=20, tasks=4)
-    with running("train", config, "--run", run, run=run) as live:
-        live.until("some RL updates", lambda row: row["phases"]["rl"][0] >= 3)
+    with running("train", config, "--run", run, "--set", "store.segment_age_s=600", run=run) as live:
+        live.until("trajectories", lambda row: row["accounting"].get("COMPLETED", 0) > 0)
+        assert live.status()["updates"]["done"] == 0, "the learner reads what is closed"
+        closed = ""
+        while live.status()["phases"]["rl"][0] < 3:
+            sealed = hpcrl("store", "seal", run)
+            assert sealed.returncode == 0, sealed
+            closed += sealed.stdout
+        assert re.search(r"closed .*\.seg\n", closed)
         live.process.send_signal(signal.SIGINT)  # Ctrl-C
         assert live.wait() == 0, live.tail()
     assert nothing_left(run)
@@ -181,7 +188,7 @@ def test_stop_and_resume_then_kill_all_and_resume(tiny_model: Path, tmp_path: Pa
     refused = hpcrl("resume", run, "--set", "rl.lr=0.5")
     assert refused.returncode == 2 and "phase.rl.lr is fixed for this run: it was 0.0001, now 0.5" in refused.stderr
     # Resumed, everything is killed at once, the command too; and resumed again.
-    with running("resume", run, run=run) as live:
+    with running("resume", run, "--set", "store.segment_age_s=0.5", run=run) as live:
         live.until("an update more", lambda row: row["updates"]["done"] > before["updates"]["done"])
         live.process.kill()
         for process in processes_of(run):

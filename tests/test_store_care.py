@@ -17,10 +17,11 @@ from run_parts import hpcrl
 from store_parts import open_log, run_folder, trajectory
 
 from hpcrl.layout import ProcessId, RunPaths
-from hpcrl.store.compact import compact, seal, shards
+from hpcrl.store.compact import compact, shards
 from hpcrl.store.index import Store
 from hpcrl.store.query import moment
 from hpcrl.store.records import Kind, Record
+from hpcrl.store.seal import seal
 from hpcrl.store.segment import CLOSED, OPEN, Header, segments
 from hpcrl.store.shard import Shard
 from hpcrl.store.verify import verify

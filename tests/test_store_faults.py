@@ -21,12 +21,13 @@ from store_parts import open_log, run_folder, trajectory
 from test_store_ledger import entry
 
 from hpcrl.layout import ProcessId, RunPaths, publish_json, read_json
-from hpcrl.store.compact import compact, seal_dead, shards
+from hpcrl.store.compact import compact, shards
 from hpcrl.store.index import Store
 from hpcrl.store.ledger import LedgerWriter, ProgressWriter, UpdateRow, entries, lineage
 from hpcrl.store.log import Log
 from hpcrl.store.records import Record
-from hpcrl.store.segment import CLOSED, OPEN, Header, segments
+from hpcrl.store.seal import seal_dead
+from hpcrl.store.segment import CLOSED, OPEN, Header, read_segment, segments
 from hpcrl.store.shard import Shard
 from hpcrl.store.verify import verify
 
@@ -95,19 +96,22 @@ class Appending(Trial):
 
     log: Log | None = None
 
+    def open_log(self) -> Log:
+        return open_log(self.paths, segment_bytes=1500)
+
     def batches(self) -> list[list[Record]]:
         records = trajectory("a", steps=STEPS)
         return [records[i : i + 2] for i in range(0, len(records), 2)]
 
     async def run(self) -> None:
-        self.log = open_log(self.paths, segment_bytes=1500)
+        self.log = self.open_log()
         for batch in self.batches():
             await self.append(self.log, batch)
         await self.log.seal()
 
     async def again(self) -> None:
         if self.log is None:
-            self.log = open_log(self.paths)
+            self.log = self.open_log()
         for batch in self.batches():
             if not {record.hash for record in batch} <= self.acknowledged:
                 await self.append(self.log, batch)
@@ -117,6 +121,26 @@ class Appending(Trial):
         await self.log.close()
         numbers = [path.name for path in segments(self.paths.log, CLOSED)]
         assert len(set(numbers)) == len(numbers) and not segments(self.paths.log, OPEN)
+
+
+class AppendingLocally(Appending):
+    """The same with the log on the node's own disk, from which closed segments move into the run folder."""
+
+    def open_log(self) -> Log:
+        return open_log(self.paths, segment_bytes=1500, scratch=self.paths.root / "scratch")
+
+    def found(self) -> dict[str, Record]:
+        """What has not moved is there too, as long as the node is."""
+        found = super().found()
+        for suffix in (OPEN, CLOSED):
+            for path in segments(self.paths.root / "scratch", suffix):
+                found |= {record.hash: record for _, record in read_segment(path)}
+        return found
+
+    def judge(self, done: bool) -> None:
+        super().judge(done)
+        if done:
+            assert set(super().found()) == self.acknowledged and not list((self.paths.root / "scratch").iterdir())
 
 
 class Closing(Trial):
@@ -292,7 +316,7 @@ _QUICK = ("ENOSPC from then on", "a lost write", "a short write, then ENOSPC")
     ("make", "fault"),
     [
         pytest.param(make, fault, marks=pytest.mark.slow if make is Compacting and fault not in _QUICK else ())
-        for make in (Appending, Closing, Recovering, Compacting, Scoring, Publishing)
+        for make in (Appending, AppendingLocally, Closing, Recovering, Compacting, Scoring, Publishing)
         for fault in FAULTS
     ],
 )
@@ -355,7 +379,7 @@ def test_no_write_of_a_shard_that_fails_ends_the_process(memory: Path) -> None:
     assert len(counts) == (5 if compiler else 1) and min(counts.values()) > 20, counts
 
 
-@pytest.mark.parametrize("make", [Appending, Recovering, Compacting, Scoring, Publishing])
+@pytest.mark.parametrize("make", [Appending, AppendingLocally, Recovering, Compacting, Scoring, Publishing])
 async def test_estale_once_is_survived_by_name(make: type[Trial], memory: Path) -> None:
     """A network filesystem says so, once, for a name that came to mean another file."""
     print(await until_clean(make, STALE_READ, memory, must_go_on=True), "calls")
@@ -377,7 +401,7 @@ async def test_every_reader_survives_estale(fault: Fault, memory: Path) -> None:
 def test_a_folder_that_cannot_be_listed_is_not_taken_for_empty(memory: Path) -> None:
     """A compactor that saw no shards would pack what is in them once more."""
     paths = run_folder(memory / "run")
-    readers = [lambda: compact(paths), lambda: Store(paths).refresh(), lambda: entries(paths), lambda: verify(paths)]
+    readers = [lambda: compact(paths), lambda: Store(paths), lambda: entries(paths), lambda: verify(paths)]
     for reader in readers:
         for error in (errno.EACCES, errno.EIO):
             with Io(paths.root, Fault(frozenset({"list"}), error), 1) as io, pytest.raises(OSError) as caught:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import itertools
 import os
 import random
 import shutil
@@ -16,6 +17,8 @@ from small_disk import fill, small_disk
 from store_parts import act, adopt, observe, open_log, run_folder, trajectory
 
 from hpcrl.layout import ProcessId
+from hpcrl.store.compact import compact
+from hpcrl.store.index import Store
 from hpcrl.store.link import LogClient, LogServer
 from hpcrl.store.records import REQUIRED, Kind, Record, missing, prompt, read_frame
 from hpcrl.store.segment import CLOSED, OPEN, Header, read_header, read_segment, segments
@@ -169,16 +172,94 @@ async def test_full_disk_refuses_and_recovers(tmp_path: Path) -> None:
         assert [r.hash for _, r in read_segment(tmp_path / "n1-1.seg")] == acknowledged
 
 
+async def test_a_log_on_the_nodes_disk_moves_what_is_closed(tmp_path: Path) -> None:
+    paths, scratch = run_folder(tmp_path / "run"), tmp_path / "scratch"
+    log = open_log(paths, scratch=scratch)
+    records = [act(adopt("t"), i, [i]) for i in range(6)]
+    await log.append([records[0].frame()])
+    assert stored(scratch) == [records[0].hash] and not stored(paths.log)
+    await log.seal()
+    assert stored(paths.log) == [records[0].hash] and not stored(scratch)
+    await log.append([records[1].frame()])
+    del log  # as if killed: its process lives, so the next owner must be told that it doesn't
+    (left,) = segments(scratch, OPEN)
+    header, start = read_header(left)
+    frames = left.read_bytes()[start:]
+    left.write_bytes(Header(header.node, header.number, header.uid, ProcessId(1, 1, "no boot")).encode() + frames)
+    log = open_log(paths, scratch=scratch)
+    assert stored(paths.log) == [record.hash for record in records[:2]] and not stored(scratch)
+    # Killed between its copy and its end, a segment lies in both places; compaction and the move end that in any order.
+    for compacted_first in (True, False):
+        await log.append([records[2 + compacted_first].frame()])
+        await log.seal()
+        *_, moved = segments(paths.log, CLOSED)
+        shutil.copy(moved, scratch)
+        if compacted_first:
+            compact(paths)
+        await log.seal()
+        compact(paths)
+        assert not stored(scratch) and not stored(paths.log)
+        with Store(paths) as store:
+            assert len(store.rows("t")) == (3 if compacted_first else 4)
+    shutil.rmtree(scratch)  # a new disk: numbers go on all the same
+    scratch.mkdir()
+    (place,) = await log.append([records[4].frame()])
+    assert place[0] == 5
+    await log.close()
+    assert stored(paths.log) == [records[4].hash]
+
+
+async def test_what_cannot_be_moved_yet_stays_and_is_moved_later(tmp_path: Path) -> None:
+    scratch = tmp_path / "scratch"
+    with small_disk(tmp_path / "small", "256k") as mount:
+        paths = run_folder(mount)
+        log = open_log(paths, scratch=scratch, segment_bytes=20_000)
+        records = [act(adopt("t"), i, list(range(500))) for i in range(12)]
+        await log.append([records[0].frame()])
+        fill(mount, left=8192)  # its numbers still fit
+        for record in records[1:]:
+            await log.append([record.frame()])  # the run goes on
+        with pytest.raises(OSError, match="No space left"):
+            await log.seal()
+        assert sorted(stored(scratch) + stored(paths.log)) == sorted(record.hash for record in records)
+        (mount / "ballast").unlink()
+        await log.close()
+        assert sorted(stored(paths.log)) == sorted(record.hash for record in records) and not stored(scratch)
+
+
+async def test_settled_is_what_other_nodes_can_read(tmp_path: Path) -> None:
+    paths = run_folder(tmp_path / "run")
+    for scratch in (None, tmp_path / "scratch"):
+        log = open_log(paths, node="far" if scratch else "near", scratch=scratch)
+        server = LogServer(log, tmp_path / "log.sock")
+        await server.start()
+        async with LogClient(tmp_path / "log.sock") as client:
+            record = adopt("far" if scratch else "near")
+            client.append(record)
+            await client.settle()
+            if scratch:
+                assert record.hash in stored(paths.log)
+                (tmp_path / "away").mkdir()
+                await client.append(act(record, 0, [1]))
+                paths.log.rename(tmp_path / "away" / "log")
+                with pytest.raises(OSError):
+                    await client.settle()
+                (tmp_path / "away" / "log").rename(paths.log)
+                await client.settle()
+                assert len(stored(paths.log)) == 3
+        await server.close()
+        await log.close()
+
+
 @pytest.mark.parametrize("hosts", [1, 2])
 async def test_nothing_is_durable_that_came_after_what_is_not(tmp_path: Path, hosts: int) -> None:
     """A sync fails while more is on its way: none of that may get through, for it may build on what failed."""
     paths = run_folder(tmp_path)
-    failing = [False]
+    syncs = itertools.count(1)
 
     def sync(fd: int) -> None:
         time.sleep(0.02)
-        if failing[0]:
-            failing[0] = False
+        if next(syncs) % 4 == 0:
             raise OSError(errno.EIO, "no")
         os.fdatasync(fd)
 
@@ -207,14 +288,7 @@ async def test_nothing_is_durable_that_came_after_what_is_not(tmp_path: Path, ho
             for round_ in range(3):
                 await asyncio.gather(*(chain(client, f"{number}.{round_}.{k}") for k in range(8)))
 
-    async def break_it() -> None:
-        while True:
-            await asyncio.sleep(0.15)
-            failing[0] = True
-
-    breaking = asyncio.create_task(break_it())
     await asyncio.gather(*(host(number) for number in range(hosts)))
-    breaking.cancel()
     await server.close()
     await log.close()
     records = [record for path in segments(paths.log, CLOSED) for _, record in read_segment(path)]

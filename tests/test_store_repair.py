@@ -12,10 +12,11 @@ import pytest
 from store_parts import killed_everywhere, open_log, run_folder, trajectory
 
 from hpcrl.layout import ProcessId, RunPaths
-from hpcrl.store.compact import compact, seal, shards
+from hpcrl.store.compact import compact, shards
 from hpcrl.store.index import Store
 from hpcrl.store.records import Kind, Record
 from hpcrl.store.repair import repair
+from hpcrl.store.seal import seal
 from hpcrl.store.segment import CLOSED, OPEN, Header, segments
 from hpcrl.store.shard import Shard
 from hpcrl.store.verify import verify

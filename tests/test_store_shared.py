@@ -208,11 +208,10 @@ def test_what_went_into_a_shard_is_never_missed(nodes: Nodes) -> None:
     follower.refresh()
     write(a, second)
     look(b)
-    late = Store(b)  # knows nothing yet, as a process that has just been started
     compact(a)
     assert len(inside(b.log)) == 3 and not inside(b.shards), "or this shows nothing"
     assert follower.chain("t", first[-1].hash) == first[1:]
-    late.refresh()
+    late = Store(b)  # as a process that has just been started
     for store in (follower, late):
         store.refresh()
         assert store.sequence("u", second[-1].hash, 1.0).ids.tolist() == [1, 2, 3, 10, 20, 30, 11, 20]

@@ -39,7 +39,7 @@ def train(
     settings = config.load(file, sets or ())
     folder = run or Path("runs") / f"{settings.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     if folder.exists():
-        is_run = (folder / "config.json").exists()
+        is_run = RunPaths(folder).config.exists()
         what = f"continue it with `hpcrl resume {folder}` or give another --run" if is_run else "give another --run"
         raise ConfigError(f"{folder}: this folder exists; {what}")
     check(settings)
@@ -151,6 +151,8 @@ def check(settings: Config) -> None:
     from hpcrl.rollout.environments import load_family
 
     launch.check_devices(settings)
+    if settings.store.durability == "local":
+        print("store.durability = local: the latest steps of a node that is lost are lost with it", file=sys.stderr)
     free, needed = free_ports(settings), ports_needed(settings)
     if free < needed:
         ports = settings.launch.ports

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -12,8 +13,10 @@ from typing import Annotated, Any, Literal
 import typer
 
 from hpcrl.cli.common import AsJson, RunFolder, refuse_running
-from hpcrl.layout import RunPaths
-from hpcrl.types import HpcrlError
+from hpcrl.layout import RunPaths, publish_json
+from hpcrl.types import HpcrlError, StoreError
+
+SEAL_S = 120.0  # for a running run to close its segments
 
 app = typer.Typer(help="Look into a run's trajectory store, and keep it in order.", no_args_is_help=True)
 
@@ -112,11 +115,35 @@ def seal(
         list[str] | None, typer.Option(help="A node whose job has surely ended, though that can't be seen from here.")
     ] = None,
 ) -> None:
-    """Close the segments that a run which no longer runs left open, so that they can be compacted."""
-    from hpcrl.store.compact import seal
+    """Close the open segments, so that they can be read everywhere and compacted. A run that is running closes its own;
+    of one that isn't, those that its last owners left."""
+    from hpcrl import launch
+    from hpcrl.store.seal import seal
+    from hpcrl.store.segment import CLOSED, OPEN, segments
 
-    closed = seal(RunPaths.of(run), gone or ())
+    paths = RunPaths.of(run)
+    control = launch.newest(paths, "control")
+    if control is not None and control.alive:
+        were_open = segments(paths.log, OPEN)
+        _ask_to_seal(paths, lambda: control.alive)
+        still = segments(paths.log, OPEN)
+        closed = [path.with_suffix(CLOSED) for path in were_open if path not in still]
+    else:
+        closed = seal(paths, gone or ())
     print("\n".join(f"closed {path}" for path in closed) or "nothing was open")
+
+
+def _ask_to_seal(paths: RunPaths, running: Callable[[], bool]) -> None:
+    """Raises StoreError when the run doesn't do it."""
+    asked = paths.inbox / f"seal-{time.time_ns()}.json"
+    publish_json(asked, {"command": "seal"})
+    until = time.monotonic() + SEAL_S
+    while asked.exists() and running() and time.monotonic() < until:
+        time.sleep(0.1)
+    left = asked.exists()
+    asked.unlink(missing_ok=True)
+    if left or asked.with_suffix(".refused").exists():
+        raise StoreError(f"{paths.root}: not every node closed its segment within {SEAL_S:.0f} s; see {paths.logs}")
 
 
 @app.command("compact")
@@ -128,7 +155,8 @@ def compact(
     ] = False,
 ) -> None:
     """Make HDF5 shards of the closed segments. Exit 1 when a segment is damaged."""
-    from hpcrl.store.compact import Alone, compact, mpi, seal_dead_here
+    from hpcrl.store.compact import Alone, compact, mpi
+    from hpcrl.store.seal import seal_dead_here
 
     paths = RunPaths.of(run)
     comm = mpi() if with_mpi else Alone()

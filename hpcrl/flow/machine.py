@@ -53,7 +53,6 @@ from hpcrl.types import Cause, Ended, Entry, Fault, Sampling, State, Task, Ticke
 
 # A restarted control waits this long for hosts to claim the trajectories that they still run.
 CLAIM_S = 10.0
-OTHER_VERSION = "an evaluation's tokens came from another version than its own"
 MAX_LOAD_FAILURES = 3  # of an engine at the same version, before that version is taken for the cause
 
 
@@ -410,9 +409,6 @@ class Flow:
         if not ended.status.terminal:
             fault = ended.fault or Fault(cause=Cause.PLATFORM, where="host", message="ended without an end")
             return self._retry(ended.trajectory, ended.attempt, fault, now)
-        pinned = row.ticket.pinned
-        if ended.min_version >= 0 and pinned >= 0 and not ended.min_version == ended.max_version == pinned:
-            ended = replace(ended, rewards={}, fault=Fault(cause=Cause.ENGINE, where="engine", message=OTHER_VERSION))
         self._release(row)
         del self.open[ended.trajectory]
         return self._count_end(ended)

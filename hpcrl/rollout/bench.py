@@ -21,6 +21,7 @@ from hpcrl.sandbox.memory import MemorySandbox
 from hpcrl.store.link import LogClient, LogServer
 from hpcrl.store.log import Log
 from hpcrl.types import (
+    EngineStats,
     Generation,
     Int32Array,
     Message,
@@ -41,17 +42,21 @@ class TimedEngine:
     """Takes a second for every act; counts what it made."""
 
     def __init__(self) -> None:
-        self.acts = 0
+        self.acts = self._running = 0
 
     async def generate(self, ids: Int32Array, sampling: Sampling, *, request: str) -> Generation:
-        await asyncio.sleep(SCALE * random.uniform(0.5, 1.5))
+        self._running += 1
+        try:
+            await asyncio.sleep(SCALE * random.uniform(0.5, 1.5))
+        finally:
+            self._running -= 1
         self.acts += 1
         made = np.arange(8, dtype=np.int32) + 10
         spans = (Span(version=0, start=0, stop=8),)
         return Generation(ids=made, logprobs=np.zeros(8, np.float32), spans=spans, finish_reason="stop")
 
-    async def stats(self) -> Any:
-        raise NotImplementedError("nobody asks")
+    async def stats(self) -> EngineStats:
+        return EngineStats(running=self._running, waiting=0, kv_share=0.0, version=0)
 
     async def close(self) -> None:
         """Holds nothing."""

@@ -57,6 +57,8 @@ class Log(Protocol):
 
     def append(self, record: Record) -> asyncio.Future[Receipt]: ...
 
+    async def settle(self) -> None: ...
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Where:
@@ -164,10 +166,14 @@ class Loop:
             sampling = dataclasses.replace(ticket.sampling, max_tokens=room, seed=ticket.seed + self._num_steps)
             request = f"{ticket.trajectory}/{ticket.attempt}/{self._num_steps}"
             generation = await self._engine.generate(self._whole(), sampling, request=request)
+            versions = {span.version for span in generation.spans}
+            if ticket.pinned >= 0 and versions - {ticket.pinned}:
+                raise EngineFault(f"request {request}: tokens of version {max(versions)}, not of {ticket.pinned}")
             calls = self._calls(generation)
             self._act(generation, calls, request)
             if any(call.effects != "pure" for call in calls):
                 await self._durable()
+                await self._log.settle()  # whoever takes over must know of the call
             outcome = await self._step(calls)
             done = self._observe(outcome, generation.finish_reason)
             if done is not None:

@@ -23,7 +23,7 @@ from hpcrl.layout import RunPaths
 from hpcrl.rollout.engine import EngineFault, VllmEngine
 from hpcrl.rollout.server import EngineProcess
 from hpcrl.store.link import LogServer
-from hpcrl.store.log import Log
+from hpcrl.store.log import Log, take_over
 from hpcrl.types import EngineError, StoreError
 
 logger = logging.getLogger(__name__)
@@ -179,10 +179,16 @@ class Supervisor:
     async def run(self) -> None:
         """Until `stop` is set. Raises EngineError when an engine or host can't be kept alive."""
         store = self._config.store
+        scratch = self._paths.scratch_log(store.local_dir)
+        if scratch.is_dir() and store.durability == "shared":
+            take_over(scratch, self.node, self._paths.log)  # of a time when durability was local
         log = Log(
             self._paths.log, self.node, segment_bytes=store.segment_mib << 20, segment_age_s=store.segment_age_s,
             commit_interval_s=store.commit_interval_s, full_patience_s=store.full_patience_s,
+            scratch=scratch if store.durability == "local" else None,
         )  # fmt: skip
+        if log.local:
+            logger.warning("store.durability = local: steps of %s are lost with this node", log.folder)
         self._log = log
         server = LogServer(log, self._folder / "log.sock")
         door = self._folder / "supervisor.sock"
@@ -251,6 +257,8 @@ class Supervisor:
             began = time.monotonic()
             process = self._hosts[index] = await self._start_host(index)
             code = await process.wait()
+            if self._log is not None and self._log.local:
+                await self._log.seal()  # whoever takes its trajectories over must see what it stored
             deaths = deaths + 1 if time.monotonic() - began < 60 else 1
             if deaths > MAX_DEATHS:
                 raise EngineError(f"host {self.node}-{index} ended {deaths} times (exit {code}); see the job's log")
@@ -294,6 +302,10 @@ class Supervisor:
                 answers = await asyncio.gather(*(slot.load(version) for slot in self._slots))
                 bad = [answer for answer in answers if not answer["ok"]]
                 return bad[0] if bad else max(answers, key=lambda answer: answer["seconds"])
+            case "seal":
+                if self._log is not None:
+                    await self._log.seal()
+                return {}
             case "stop":
                 asyncio.get_running_loop().call_later(0.05, self.stop.set)  # after this answer left
                 return None

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import inspect
-import json
 import os
 import random
 import shutil
@@ -29,85 +27,14 @@ from hpcrl.store.index import Store
 from hpcrl.store.link import LogClient, LogServer
 from hpcrl.store.log import Log
 from hpcrl.store.pack import Packer
-from hpcrl.store.records import COLUMNS, Kind, Record, prompt, raw_frame, split
+from hpcrl.store.records import COLUMNS, Record, prompt, raw_frame, split
+from hpcrl.store.sample import GROUP, Sample, sample_steps
 from hpcrl.store.segment import CLOSED, segments
 from hpcrl.store.shard import Shard, write_shard
 
 REPEATS = 5
 BATCH = 64  # steps to a sync
-VOCABULARY = 151_936
-GROUP = 16
 METADATA_CALLS = frozenset(f"os.{name}" for name in ("rename", "remove", "listdir", "scandir", "mkdir")) | {"open"}
-
-
-class Sample:
-    """Trajectories as agents make them, the same for the same seed."""
-
-    def __init__(self, seed: int = 0) -> None:
-        rng = np.random.default_rng(seed)
-        self._ids = (rng.zipf(1.2, 1 << 20) % VOCABULARY).astype("<i4")
-        self._logprobs = -rng.exponential(0.7, 1 << 20).astype("<f4")
-        modules = (asyncio.tasks, inspect, json, random, shutil)
-        self._text = "".join(inspect.getsource(module) for module in modules)
-        self._chance = random.Random(seed)
-
-    def ids(self, count: int) -> Any:
-        start = self._chance.randrange(len(self._ids) - count)
-        return self._ids[start : start + count]
-
-    def text(self, size: int) -> str:
-        start = self._chance.randrange(len(self._text) - size)
-        return self._text[start : start + size]
-
-    def trajectory(
-        self, name: str, *, steps: int, act: int = 400, observe: int = 1600, opening: Record | None = None
-    ) -> Iterator[Record]:
-        """ADOPT, then `steps` pairs of ACT and OBSERVE of so many tokens, then END."""
-        opening = opening or prompt(self.ids(2000))
-        group = name.rpartition(".")[0] or name
-        version = self._chance.randrange(100)
-        kind_of_task = self._chance.choice(("fix", "find", "plan"))
-        task = {"environment": "bench", "payload": {"name": group}, "kind": kind_of_task}
-        turns = [(kind, step) for step in range(steps) for kind in (Kind.ACT, Kind.OBSERVE)]
-        parent = ""
-        for kind, step in [(Kind.ADOPT, -1), *turns, (Kind.END, -1)]:
-            wall = 1.7e9 + self._chance.random() * 1e6
-            meta: dict[str, Any] = {"wall": wall, "mono": wall}
-            arrays: dict[str, Any] = {}
-            match kind:
-                case Kind.ADOPT:
-                    meta |= {"task": task, "kind": "train", "group": group, "phase": "rl"}
-                case Kind.ACT:
-                    more, arrays = self._act(act, version, step)
-                    meta |= {**more, "root": "" if step else opening.hash}
-                case Kind.OBSERVE:
-                    meta |= self._observe(observe)
-                    arrays = {"ids": self.ids(observe)}
-                case _:
-                    rewards = {"outcome": float(self._chance.random() < 0.4)}
-                    meta |= {"status": "COMPLETED", "rewards": rewards, "fault": None, "duration_s": 60.0}
-                    meta |= {"num_steps": steps, "num_sampled": act * steps}
-                    meta |= {"min_version": version, "max_version": version}
-            record = Record(kind=kind, trajectory=name, attempt=1, step=step, parent=parent, meta=meta, **arrays)
-            parent = record.hash
-            yield record
-
-    def _act(self, count: int, version: int, step: int) -> tuple[dict[str, Any], dict[str, Any]]:
-        start = self._chance.randrange(len(self._logprobs) - count)
-        code = {"code": self.text(min(count, 300))}
-        call = {"name": "python", "arguments": code, "key": f"k/{step}", "legal": True, "effects": "pure"}
-        spans = [{"version": version, "start": 0, "stop": count}]
-        return {"tools": [], "calls": [call], "finish_reason": "stop", "spans": spans}, {
-            "ids": self.ids(count),
-            "logprobs": self._logprobs[start : start + count],
-            "versions": np.full(count, version, "<i4"),
-            "sampled": np.ones(count, "?"),
-        }
-
-    def _observe(self, count: int) -> dict[str, Any]:
-        part = {"role": "tool", "type": "text", "text": self.text(3 * count)}
-        result = {"name": "python", "status": "ok", "duration_s": 0.4, "cut_reason": "", "unseen_bytes": 0}
-        return {"parts": [part], "results": [result], "state": "", "fault": None, "done": False, "truncated": ""}
 
 
 Part = Callable[[Path, float], dict[str, Any]]
@@ -159,24 +86,6 @@ def _log(paths: RunPaths, **options: Any) -> Log:
     return Log(paths.log, "bench", **{**values, **options})
 
 
-def _steps(count: int, seed: int = 0, steps: int = 20) -> Iterator[tuple[Record, ...]]:
-    """So many steps, each its records (the first of a trajectory brings ADOPT, the last END)."""
-    sample = Sample(seed)
-    opening = prompt(sample.ids(2000))
-    made = 0
-    while made < count:
-        if made // steps % GROUP == 0:
-            opening = prompt(sample.ids(2000))
-        name = f"t{made // steps // GROUP:06d}.{made // steps % GROUP}"
-        records = list(sample.trajectory(name, steps=steps, opening=opening))
-        for step in range(steps):
-            part = records[1 + 2 * step : 3 + 2 * step]
-            yield (*((opening, records[0]) if step == 0 else ()), *part, *(records[-1:] if step == steps - 1 else ()))
-            made += 1
-            if made == count:
-                return
-
-
 def _fresh(record: Record) -> Record:
     """The same record with nothing computed yet."""
     names = ("kind", "trajectory", "attempt", "step", "parent", "meta", *COLUMNS)
@@ -189,7 +98,7 @@ def _fresh(record: Record) -> Record:
 def bench_append(root: Path, scale: float) -> dict[str, Any]:
     """Records to durable: encoded, hashed, checked, one sync per 64 steps; against ready bytes written and synced."""
     count = BATCH * max(4, int(16 * scale))
-    made = list(_steps(count))
+    made = list(sample_steps(count))
     batches = [[record for step in made[start : start + BATCH] for record in step] for start in range(0, count, BATCH)]
     ready = [b"".join(record.frame() for record in batch) for batch in batches]
     ratios, rates = [], []
@@ -253,7 +162,7 @@ def bench_compact(root: Path, scale: float) -> dict[str, Any]:
     """Segments to a shard, against reading them and writing the same bytes; random steps, against bare pread."""
     count = max(500, int(5000 * scale))
     source = _paths(root / "source")
-    asyncio.run(_fill(source, _steps(count)))
+    asyncio.run(_fill(source, sample_steps(count)))
     ratios = []
     for number in range(REPEATS + 1):
         copy = root / f"copy-{number}"
@@ -372,7 +281,7 @@ def bench_persist(root: Path, scale: float) -> dict[str, Any]:
 
 
 async def _persist(paths: RunPaths, seconds: float, trajectories: int = 500) -> dict[str, Any]:
-    made = [list(step) for step in _steps(trajectories * 2, seed=2, steps=2)]
+    made = [list(step) for step in sample_steps(trajectories * 2, seed=2, steps=2)]
     calls = 0
 
     def count(event: str, _: Any) -> None:

@@ -1,7 +1,7 @@
 """From hosts to their node's log, over a Unix socket: many appends, few bytes and wake-ups.
 
-on connecting, owner -> host: length u32, node name, failures u32
-host -> owner: length u32, failures u32, whole frames (all that one loop tick queued)
+on connecting, owner -> host: length u32, node name, failures u32, local u32
+host -> owner: length u32, failures u32, whole frames (all that one loop tick queued); none: move it all to other nodes
 owner -> host, for each batch in turn: errno i32 (0: durable), failures u32, segment u32, offset u64 of its first frame
 
 `failures` counts batches that the log could not store. A host says how many it knew of when it sent a batch; where
@@ -26,6 +26,8 @@ from hpcrl.types import Receipt
 _LENGTH = struct.Struct("<I")
 _SENT = struct.Struct("<II")
 _ANSWER = struct.Struct("<iIIQ")
+
+NOTHING = Record(kind=Kind.TRANSITION)  # stands for the request to move the log
 
 _Sent = list[tuple[Record, int, asyncio.Future[Receipt]]]  # record, bytes of its frame, the future given out
 
@@ -62,11 +64,13 @@ class LogServer:
         answers: asyncio.Queue[asyncio.Future[list[Place]] | None] = asyncio.Queue()
         answering = asyncio.create_task(self._answer(answers, writer))
         try:
-            writer.write(_LENGTH.pack(len(name)) + name + _LENGTH.pack(self._log.failures))
+            writer.write(_LENGTH.pack(len(name)) + name + _SENT.pack(self._log.failures, self._log.local))
             while True:
                 size, known = _SENT.unpack(await reader.readexactly(_SENT.size))
                 frames = await reader.readexactly(size)
-                if known == self._log.failures:
+                if not size:
+                    answers.put_nowait(asyncio.ensure_future(self._settle()))
+                elif known == self._log.failures:
                     answers.put_nowait(self._log.submit([frames]))
                 else:
                     answers.put_nowait(_refused(self._log.last_error))
@@ -79,6 +83,10 @@ class LogServer:
             await answering
             writer.close()
             self._hosts.discard(task)
+
+    async def _settle(self) -> list[Place]:
+        await self._log.seal()
+        return [(0, 0)]
 
     async def _answer(
         self, answers: asyncio.Queue[asyncio.Future[list[Place]] | None], writer: asyncio.StreamWriter
@@ -124,7 +132,7 @@ class LogClient:
         reader, self._writer = await asyncio.open_unix_connection(self._path)
         (size,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
         self.node = (await reader.readexactly(size)).decode()
-        (self._failures,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
+        self._failures, self._local = _SENT.unpack(await reader.readexactly(_SENT.size))
         self._task = asyncio.create_task(self._receive(reader), name="log client")
 
     def append(self, record: Record) -> asyncio.Future[Receipt]:
@@ -158,6 +166,21 @@ class LogClient:
         for result in await asyncio.gather(*futures, return_exceptions=True):
             if isinstance(result, BaseException):
                 raise result
+
+    async def settle(self) -> None:
+        """Wait until other nodes can read what is durable: where the log is on this node's disk, until that has moved.
+
+        Raises OSError when it can't be moved, or the owner is gone.
+        """
+        if not self._local:
+            return
+        self._send()
+        future: asyncio.Future[Receipt] = asyncio.get_running_loop().create_future()
+        if self.closed.done():
+            raise self._error()
+        self._sent.append([(NOTHING, 0, future)])
+        self._writer.write(_SENT.pack(0, self._failures))
+        await future
 
     async def close(self) -> None:
         """Flush (errors stay with their futures) and hang up."""

@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 
 from hpcrl.layout import is_full, sync_folder
 from hpcrl.store.records import Torn
-from hpcrl.store.segment import OPEN, close_name, create, name_parts, read_header, recover, segments
+from hpcrl.store.segment import CLOSED, OPEN, close_name, create, name_parts, read_header, recover, segments, ship
 from hpcrl.types import StoreError
 
 logger = logging.getLogger(__name__)
@@ -40,9 +40,9 @@ FULL_RETRY_S = 1.0
 class _Segment:
     """The segment being written. Used by the commit thread alone."""
 
-    def __init__(self, folder: Path, node: str, now: float, sync: Callable[[int], None] | None) -> None:
+    def __init__(self, folder: Path, node: str, home: Path, now: float, sync: Callable[[int], None] | None) -> None:
         self._sync = sync
-        self.path, self._fd, header, self._header = create(folder, node)
+        self.path, self._fd, header, self._header = create(folder, node, home)
         self.number = header.number
         self.end = 0  # bytes that a sync has confirmed
         self.since = now
@@ -82,6 +82,29 @@ def _write(fd: int, frames: Sequence[bytes]) -> None:
                 rest = rest[os.write(fd, rest) :]
 
 
+def take_over(folder: Path, node: str, home: Path) -> None:
+    """Close what a dead owner of this node left open in `folder`, and move what is closed there to `home`.
+
+    Raises StoreError when the owner lives.
+    """
+    for path in segments(folder, OPEN):
+        if name_parts(path)[0] != node:
+            continue
+        with contextlib.suppress(FileNotFoundError):  # somebody else has closed it meanwhile
+            with contextlib.suppress(Torn):
+                owner = read_header(path)[0].owner
+                if owner.lives():
+                    raise StoreError(f"{path}: process {owner.pid} writes this node's log; stop it first")
+            recover(path)
+    _move(folder, node, home)
+
+
+def _move(folder: Path, node: str, home: Path) -> None:
+    for path in segments(folder, CLOSED) if folder != home else ():
+        if name_parts(path)[0] == node:
+            ship(path, home)
+
+
 class Log:
     """The owner's side. One instance per node and run folder: StoreError when another live process owns the node's log.
 
@@ -89,6 +112,9 @@ class Log:
     take a fifth of the time at the most, up to MAX_INTERVAL_S. An append that comes later than that after the last sync
     waits for nothing but its own. On a disk or quota that is used up appends wait for space, for `full_patience_s`,
     before they fail; `full` says so meanwhile. `sync`: in place of fdatasync, to see what slow ones cost.
+
+    `scratch`: a folder on this node's disk. Segments are written there then, and move to `folder` when they are closed:
+    what is acknowledged survives all but the loss of the node, and other nodes read it only after that.
     """
 
     def __init__(
@@ -101,9 +127,10 @@ class Log:
         commit_interval_s: float,
         full_patience_s: float = 0.0,
         sync: Callable[[int], None] | None = None,
+        scratch: Path | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.folder, self.node = folder, node
+        self.folder, self.node, self.home = scratch or folder, node, folder
         self.num_syncs = 0
         self._bytes, self._age_s, self._interval_s, self._clock = segment_bytes, segment_age_s, commit_interval_s, clock
         self._segment: _Segment | None = None
@@ -118,21 +145,11 @@ class Log:
         self.full = False
         self._patience_s, self._sync = full_patience_s, sync
         self._closed = False
+        self._moving = asyncio.Lock()
         folder.mkdir(parents=True, exist_ok=True)
-        self._recover()
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        take_over(self.folder, node, self.home)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="log")
-
-    def _recover(self) -> None:
-        """Close what a dead owner of this node left open."""
-        for path in segments(self.folder, OPEN):
-            if name_parts(path)[0] != self.node:
-                continue
-            with contextlib.suppress(FileNotFoundError):  # somebody else has closed it meanwhile
-                with contextlib.suppress(Torn):
-                    owner = read_header(path)[0].owner
-                    if owner.lives():
-                        raise StoreError(f"{path}: process {owner.pid} writes this node's log; stop it first")
-                recover(path)
 
     async def append(self, frames: Sequence[bytes]) -> list[Place]:
         """Make frames durable; where they lie. Raises OSError when they could not be: then none of them is there."""
@@ -154,6 +171,7 @@ class Log:
         await self._in_thread(self._close_segment)
         if self._broken:
             raise OSError(f"can't close {', '.join(map(str, self._broken))}: see the log")
+        await self._move()
 
     async def close(self) -> None:
         """Commit what waits, close the segment. Raises OSError when the segment can't be closed (its data is safe)."""
@@ -181,6 +199,22 @@ class Log:
                 await self._commit()
             if self._segment is not None and (self._segment.end >= self._bytes or self._left_s() <= 0):
                 await self._in_thread(self._close_segment)
+                self._mover = asyncio.create_task(self._move(quiet=True))
+
+    @property
+    def local(self) -> bool:
+        """Whether it is written to this node's disk, where other nodes can't read it."""
+        return self.folder != self.home
+
+    async def _move(self, quiet: bool = False) -> None:
+        """Closed segments to other nodes. Not in the commit thread: appends go on meanwhile."""
+        async with self._moving:
+            try:
+                await asyncio.to_thread(_move, self.folder, self.node, self.home)
+            except OSError as error:
+                logger.error("%s: segments stay here until they can be moved to %s: %s", self.folder, self.home, error)
+                if not quiet:
+                    raise
 
     def _left_s(self) -> float:
         return self._segment.since + self._age_s - self._clock() if self._segment else 0.0
@@ -228,7 +262,7 @@ class Log:
     def _write(self, frames: Sequence[bytes]) -> list[Place]:
         if self._segment is None:
             self._mend()
-            self._segment = _Segment(self.folder, self.node, self._clock(), self._sync)
+            self._segment = _Segment(self.folder, self.node, self.home, self._clock(), self._sync)
         segment = self._segment
         try:
             places = segment.commit(frames)

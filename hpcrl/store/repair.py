@@ -20,9 +20,10 @@ import numpy as np
 from hpcrl.layout import RunPaths, publish, sync_folder
 from hpcrl.store.compact import claim, provenance, shard_path, shards
 from hpcrl.store.pack import Packer
-from hpcrl.store.records import Kind, NewerError, Record, Torn, find_frame, raw_frame, remains, split
-from hpcrl.store.segment import CLOSED, OPEN, name_parts, raw_segment, read_header, read_segment, segments
-from hpcrl.store.shard import Shard, Source, read_blocks, salvage, write_shard
+from hpcrl.store.records import Kind, NewerError, Record, Torn, find_frame, split
+from hpcrl.store.salvage import read_blocks, salvage
+from hpcrl.store.segment import CLOSED, OPEN, raw_segment, read_header, read_segment, segments
+from hpcrl.store.shard import Shard, Source, write_shard
 from hpcrl.types import StoreError
 
 
@@ -55,13 +56,6 @@ class Repaired:
     rescued: int  # records in it
     elsewhere: int  # intact records that another file has as well
     lost: tuple[Lost, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Found:
-    records: Sequence[tuple[Record, int, int]]  # record, number of its source, offset there
-    sources: Sequence[Mapping[str, Any]]
-    lost: Sequence[Lost]
 
 
 def repair(paths: RunPaths) -> list[Repaired]:
@@ -113,17 +107,18 @@ def _repair(paths: RunPaths, path: Path, damaged: Mapping[Path, str]) -> Repaire
         if isinstance(number, str):
             raise StoreError(number)
         try:
-            found = _in_shard(path) if is_shard else _in_segment(path)
+            found = salvage(path)
         except FileNotFoundError:
             return None
         except StoreError as error:
             return Repaired(
                 file=str(path), damage=str(error), moved_to="", shard="", rescued=0, elsewhere=0, lost=()
             )  # fmt: skip
-        wanted = {record.hash for record, _, _ in found.records} | {lost.hash for lost in found.lost}
+        all_lost = [_lost(said) for said in found.lost]
+        wanted = {record.hash for record, _, _ in found.records} | {lost.hash for lost in all_lost}
         elsewhere = _elsewhere(paths, wanted, damaged)
         fresh = [row for row in found.records if row[0].hash not in elsewhere]
-        lost = tuple(row for row in found.lost if row.hash not in elsewhere)
+        lost = tuple(row for row in all_lost if row.hash not in elsewhere)
         shard, rescued = "", 0
         if fresh:
             shard = str(shard_path(paths, number))
@@ -139,56 +134,6 @@ def _repair(paths: RunPaths, path: Path, damaged: Mapping[Path, str]) -> Repaire
         file=str(path), damage=damaged[path], moved_to=str(folder / path.name), shard=shard, rescued=rescued,
         elsewhere=len(found.records) - len(fresh), lost=lost,
     )  # fmt: skip
-
-
-def _in_shard(path: Path) -> _Found:
-    rows, sources = salvage(path)
-    return _Found(
-        records=[(row.record, row.source, row.offset) for row in rows if row.record is not None],
-        sources=sources,
-        lost=[_lost(row.said) for row in rows if row.record is None],
-    )
-
-
-def _in_segment(path: Path) -> _Found:
-    """Frame by frame; behind damage, from the next whole frame on."""
-    data = read_blocks(path)
-    view = memoryview(data)
-    found: list[tuple[Record, int, int]] = []
-    said: list[dict[str, Any]] = []
-    try:
-        end = read_header(path)[1]
-    except (Torn, StoreError):
-        first = find_frame(data, 0)
-        end = first[0] if first else len(data)
-    while end < len(data):
-        try:
-            _, digest, payload, after = raw_frame(view, end)
-            record = Record.decode(bytes(payload), digest.hex())
-            found.append((record, 0, end))
-            end = after
-        except (Torn, StoreError):
-            behind = find_frame(data, end)
-            if path.suffix == OPEN and behind is None:
-                break  # a torn tail
-            stop = behind[0] if behind else len(data)
-            if stop > end:
-                said += [left for _, left in remains(data, end, stop)]
-            if behind:
-                offset, _, digest, payload, stop = behind
-                found.append((Record.decode(bytes(payload), digest.hex()), 0, offset))
-            end = stop
-    if not found:
-        raise StoreError(f"{path}: damaged, and no whole record can be found in it")
-    node, number = name_parts(path)
-    children = {record.parent: record for record, _, _ in found}
-    for left in said:
-        child = children.get(left.get("hash", ""))
-        if child is not None:  # which names it by hash
-            left |= {"trajectory": child.trajectory}
-    # A name of its own, lest the compactor takes the damaged file for one that a shard has wholly, and unlinks it.
-    source = {"name": path.name, "uid": f"rescued from {path.name}", "node": node, "number": number}
-    return _Found(records=found, sources=[source], lost=[_lost(left) for left in said])
 
 
 def _lost(said: Mapping[str, Any]) -> Lost:

@@ -12,6 +12,7 @@ import contextlib
 import json
 import logging
 import os
+import shutil
 import struct
 import uuid
 from collections.abc import Iterator
@@ -20,7 +21,7 @@ from pathlib import Path
 
 from crc32c import crc32c
 
-from hpcrl.layout import ProcessId, by_name, listed, publish, read_from, sync_file, sync_folder
+from hpcrl.layout import ProcessId, by_name, listed, publish, publishing, read_from, sync_file, sync_folder
 from hpcrl.store.records import FORMAT, FRAME, NewerError, Record, Torn, raw_frame, read_frame
 from hpcrl.types import StoreError
 
@@ -57,10 +58,14 @@ def segments(folder: Path, suffix: str, *, anew: bool = False) -> list[Path]:
     return sorted(listed(folder, f"*-*{suffix}", anew=anew), key=name_parts)
 
 
-def create(folder: Path, node: str) -> tuple[Path, int, Header, bytes]:
-    """Make an open segment: its path, file descriptor, and the header with its bytes, which are still to be written."""
-    last = folder / f"{node}.last"
-    taken = [name_parts(path)[1] for suffix in (OPEN, CLOSED) for path in listed(folder, f"{node}-*{suffix}")]
+def create(folder: Path, node: str, home: Path) -> tuple[Path, int, Header, bytes]:
+    """Make an open segment: its path, file descriptor, and the header with its bytes, which are still to be written.
+
+    `home`: the run's log folder, where closed segments end up; its numbers hold for `folder`, too.
+    """
+    last = home / f"{node}.last"
+    names = [(place, suffix) for place in {folder, home} for suffix in (OPEN, CLOSED)]
+    taken = [name_parts(path)[1] for place, suffix in names for path in listed(place, f"{node}-*{suffix}")]
     with contextlib.suppress(FileNotFoundError):
         taken.append(int(by_name(last.read_text) or 0))
     number = max(taken, default=0) + 1
@@ -77,6 +82,13 @@ def close_name(path: Path) -> Path:
     path.rename(closed)
     sync_folder(path.parent)
     return closed
+
+
+def ship(path: Path, home: Path) -> None:
+    """Move a closed segment into another filesystem's folder, durably. Killed in between it lies in both."""
+    with publishing(home / path.name) as temporary:
+        shutil.copyfile(path, temporary)
+    path.unlink()
 
 
 def _read(path: Path, start: int = 0, size: int = -1) -> bytes:

@@ -15,16 +15,13 @@ from __future__ import annotations
 
 import errno
 import io
-import itertools
 import json
 import mmap
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from struct import Struct
-from struct import error as StructError
 from typing import Any
 
 import h5py
@@ -34,7 +31,7 @@ from numpy.typing import NDArray
 
 from hpcrl.layout import by_name, publishing
 from hpcrl.store.pack import Buffer, Packer
-from hpcrl.store.records import COLUMNS, LENGTH, Kind, NewerError, Record, prompt, what_is_left
+from hpcrl.store.records import COLUMNS, LENGTH, Kind, NewerError, Record
 from hpcrl.store.rows import Row, Table, table, text
 from hpcrl.types import StoreError
 
@@ -201,18 +198,8 @@ class Shard:
             _, size, _ = _HEAD.unpack_from(start)
         if size > len(start):
             start = self._pread(0, size) if size <= 1 << 26 else b""
-        if len(start) < size or not start.startswith(MAGIC):
-            raise StoreError(f"{self.path}: damaged or no shard: it has no directory")
-        if crc32c(start[: size - _CRC.size]) != _CRC.unpack_from(start, size - _CRC.size)[0]:
-            raise StoreError(f"{self.path}: damaged: the checksum of its directory differs")
-        _, self._block, length = _HEAD.unpack_from(start)
-        self.directory: dict[str, Any] = json.loads(start[_HEAD.size : _HEAD.size + length])
-        if self.directory["schema"] > SCHEMA:
-            found = self.directory["schema"]
-            raise NewerError(f"{self.path}: schema {found}; this hpcrl reads up to {SCHEMA}: use a newer one")
-        self._places: dict[str, tuple[int, int, np.dtype[Any], int]] = {}
-        for name, (offset, count, descr, crc) in self.directory["datasets"].items():
-            self._places[name] = (offset, count, np.dtype(_tuples(descr)), crc)
+        self._block = size
+        self.directory, self._places = parse_directory(self.path, start)
         self.trajectories = self.whole("trajectories")
         self.sources = self.whole("segments")
         self.ids = [text(one) for one in self.trajectories["id"].tolist()]
@@ -344,6 +331,25 @@ class Shard:
         raise AssertionError
 
 
+Places = dict[str, tuple[int, int, np.dtype[Any], int]]  # of datasets: offset, count, dtype, CRC
+
+
+def parse_directory(path: Path, start: bytes) -> tuple[dict[str, Any], Places]:
+    """The directory in a shard's first bytes. Raises StoreError when it is damaged or newer than this reader."""
+    if len(start) < _HEAD.size or not start.startswith(MAGIC):
+        raise StoreError(f"{path}: damaged or no shard: it has no directory")
+    _, size, length = _HEAD.unpack_from(start)
+    if len(start) < size or crc32c(start[: size - _CRC.size]) != _CRC.unpack_from(start, size - _CRC.size)[0]:
+        raise StoreError(f"{path}: damaged: the checksum of its directory differs")
+    directory: dict[str, Any] = json.loads(start[_HEAD.size : _HEAD.size + length])
+    if directory["schema"] > SCHEMA:
+        raise NewerError(f"{path}: schema {directory['schema']}; this hpcrl reads up to {SCHEMA}: use a newer one")
+    found = directory["datasets"].items()
+    return directory, {
+        name: (offset, count, np.dtype(_tuples(descr)), crc) for name, (offset, count, descr, crc) in found
+    }
+
+
 def _array(data: bytes, dtype: np.dtype[Any]) -> NDArray[Any]:
     return np.frombuffer(data, dtype) if data else np.empty(0, dtype)
 
@@ -360,121 +366,3 @@ def sources_of(path: Path) -> set[str]:
     """The uids of the segments that a shard was made from."""
     with Shard(path) as shard:
         return {text(uid) for uid in shard.sources["uid"].tolist()}
-
-
-# ---- rescuing -----------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Salvaged:
-    """A row of a damaged shard."""
-
-    record: Record | None  # None when it is lost
-    source: int  # in the list of sources, and the offset there
-    offset: int
-    said: Mapping[str, Any]  # of a lost one: what is left of hash, kind, trajectory, attempt, step
-
-
-def salvage(path: Path) -> tuple[list[Salvaged], list[dict[str, Any]]]:
-    """Every row of a damaged shard, and its sources, as far as they can be made out.
-
-    A row counts when its record has the row's hash, or each of its slices the row's checksum; where a row's own places
-    are damaged, those that its neighbours leave for it are tried. Raises StoreError when there is no table of rows.
-    """
-    data = read_blocks(path)
-    found = _datasets(path, data)
-    try:
-        steps, columns = found["steps"], {name: found[at] for name, at in PATHS.items()}
-        rows = [_salvage(found, steps, columns, at) for at in range(len(steps))]
-        names = [{name: _plain(one[name]) for name in SEGMENTS} for one in found["segments"]]
-    except (KeyError, ValueError, TypeError, IndexError) as error:
-        raise StoreError(f"{path}: damaged, and no rows of records can be made out in it: {error}") from error
-    return rows, names
-
-
-def read_blocks(path: Path, size: int = 4096) -> bytes:
-    """The whole file; zeros for what the disk can't read."""
-    with path.open("rb") as file:
-        try:
-            return file.read()
-        except OSError as error:
-            if error.errno != errno.EIO:
-                raise
-        blocks = []
-        for offset in range(0, os.fstat(file.fileno()).st_size, size):
-            try:
-                blocks.append(os.pread(file.fileno(), size, offset))
-            except OSError:
-                blocks.append(bytes(size))
-        return b"".join(blocks)
-
-
-def _datasets(path: Path, data: bytes) -> dict[str, NDArray[Any]]:
-    """By the directory, else by HDF5; unchecked. What a shortened file lacks is zeros."""
-    try:
-        _, block, length = _HEAD.unpack_from(data)
-        if crc32c(data[: block - _CRC.size]) != _CRC.unpack_from(data, block - _CRC.size)[0]:
-            raise ValueError("its checksum differs")
-        found = {}
-        for name, (offset, count, descr, _) in json.loads(data[_HEAD.size : _HEAD.size + length])["datasets"].items():
-            dtype = np.dtype(_tuples(descr))
-            part = data[offset : offset + count * dtype.itemsize].ljust(count * dtype.itemsize, b"\0")
-            found[name] = _array(part, dtype)
-        return found
-    except (StructError, ValueError, KeyError, TypeError) as error:
-        damaged = error
-    try:
-        with h5py.File(io.BytesIO(data), "r") as file:
-            names = ("steps", "trajectories", "segments", *PATHS.values())
-            return {name: file[name][:] for name in names}
-    except (OSError, KeyError, RuntimeError, ValueError) as error:
-        raise StoreError(
-            f"{path}: its directory is damaged ({damaged}), and it can't be read as HDF5 ({error})"
-        ) from error
-
-
-def _salvage(found: Mapping[str, Table], steps: Table, columns: Mapping[str, NDArray[Any]], at: int) -> Salvaged:
-    row = steps[at]
-    before, after = steps[at - 1] if at else None, steps[at + 1] if at + 1 < len(steps) else None
-    tokens, letters = [int(row["token_start"])], [(int(row["meta_start"]), int(row["meta_start"] + row["meta_bytes"]))]
-    end = int(after["meta_start"]) if after is not None else len(columns["meta"])
-    tokens.append(int(before["token_start"] + before["num_tokens"]) if before is not None else 0)
-    letters.append((int(before["meta_start"] + before["meta_bytes"]) if before is not None else 0, end))
-    place = {"source": min(max(int(row["segment"]), 0), len(found["segments"]) - 1), "offset": int(row["offset"])}
-    for first, (start, stop) in itertools.product(tokens, letters):
-        if 0 <= start < stop <= len(columns["meta"]):
-            record = _intact(row, columns, first, columns["meta"][start:stop].tobytes())
-            if record is not None:
-                return Salvaged(record=record, said={}, **place)
-    start, stop = letters[0]
-    text_left = columns["meta"][max(start, 0) : max(stop, 0)].tobytes()
-    said: dict[str, Any] = {name: _plain(row[name]) for name in ("hash", "kind", "attempt", "step")}
-    number = int(row["trajectory"])
-    if 0 <= number < len(found["trajectories"]):
-        fragment = found["trajectories"][number]
-        said["trajectory"] = _plain(fragment["id"])
-        first, last = int(fragment["first_row"]), int(fragment["first_row"] + fragment["num_rows"])
-        said["sure"] = crc32c(steps[first:last].tobytes()) == fragment["crc_rows"]
-    if not said.get("sure"):
-        said |= what_is_left(text_left)
-        said["sure"] = crc32c(text_left) == row["crc_meta"]
-    return Salvaged(record=None, said=said, **place)
-
-
-def _intact(row: Any, columns: Mapping[str, NDArray[Any]], first: int, head: bytes) -> Record | None:
-    """The record whose header is `head` and whose tokens begin at `first`, when it is the row's."""
-    try:
-        counts = json.loads(head)["arrays"]
-        whole = {name: columns[name][first : first + counts.get("ids", 0)] for name in COLUMNS}
-        arrays = [whole[name][: counts[name]].tobytes() for name in COLUMNS if name in counts]
-        record = Record.decode(b"".join((LENGTH.pack(len(head)), head, *arrays)))
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return None
-    if record.true_hash == _plain(row["hash"]):
-        return prompt(record.ids) if record.kind is Kind.PROMPT else record
-    sums = [crc32c(head) == row["crc_meta"], *(crc32c(whole[name].tobytes()) == row[f"crc_{name}"] for name in COLUMNS)]
-    return record if all(sums) else None
-
-
-def _plain(value: Any) -> Any:
-    return value.decode(errors="replace") if isinstance(value, bytes) else value.item()

@@ -104,7 +104,7 @@ class Host:
         self._security = security(paths)
         self._lines: dict[str, Line] = {}
         self._loops: dict[str, tuple[Ticket, Loop, asyncio.Task[Ended]]] = {}
-        self._store = Store(paths, open_segments=True)
+        self._store: Store | None = None  # made when first needed
         self._reading = threading.Lock()  # of the store, which isn't thread-safe
         self._beginning = asyncio.Lock()
         self._receipts: list[Receipt] = []
@@ -187,6 +187,8 @@ class Host:
     def _adopted(self, trajectory: str, head: str) -> History:
         """In a thread: it may read much, and the other loops go on."""
         with self._reading:
+            if self._store is None:
+                self._store = Store(self._paths, open_segments=True)
             self._store.refresh(anew=True)
             return history_of(self._store, trajectory, head)
 

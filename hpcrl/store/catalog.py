@@ -1,0 +1,334 @@
+"""Which records lie where in a run's shards and segments: derived from them, in memory, never the truth.
+
+    refresh   new shards -> their trajectory tables;  new bytes of segments -> rows
+    rows      trajectory -> its fragments -> rows;  read: row -> record
+
+Of a shard only the table of trajectories is in memory: a trajectory's rows are read when it is asked for. What is in no
+shard yet is in memory row by row. A record that lies in two files (a segment and its shard, or appended twice) is one
+row: rows are keyed by hash.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, Self
+
+from hpcrl.layout import RunPaths
+from hpcrl.store.compact import shards
+from hpcrl.store.records import Kind, NewerError, Record, Torn
+from hpcrl.store.rows import Row, Table, text
+from hpcrl.store.salvage import salvage
+from hpcrl.store.segment import CLOSED, OPEN, name_parts, read_at, read_header, read_segment, segments
+from hpcrl.store.shard import Shard
+from hpcrl.types import StoreError
+
+logger = logging.getLogger(__name__)
+
+SETTLE_S = 90.0  # after which each node sees what another did: NFS keeps what it knows of a folder for up to 60 s
+_NAMED = (Kind.ADOPT, Kind.END, Kind.REWARD)  # rows of segments whose meta is kept
+Place = tuple[Shard, int]  # a trajectory's fragment: the shard, and its number in the shard's table
+
+
+class Catalog:
+    """Which records there are, and where. `store.index.Store` says what they mean."""
+
+    _MAX_FILES = 64
+    _MAX_CACHED = 1024  # trajectories whose rows are kept
+
+    def __init__(self, run: RunPaths | str | Path, *, open_segments: bool = False, only: str = "") -> None:
+        """Raises StoreError when `run` is no run folder."""
+        self._paths = run if isinstance(run, RunPaths) else RunPaths.of(run)
+        self._open_too, self._only = open_segments, only
+        self.damaged: dict[str, str] = {}  # file -> what is wrong with it; what could be read of it is indexed
+        self._shards: dict[str, Shard] = {}
+        self._used: dict[str, Shard] = {}  # those that may hold a file open
+        self._uids: set[str] = set()  # of segments that are in a shard
+        self._packed: set[str] = set()  # their names
+        self._ends: dict[str, int | None] = {}  # segment -> bytes indexed, None when it is closed and done
+        self._fds: dict[str, int] = {}
+        self._places: dict[str, list[Place]] = {}
+        self._fresh: dict[str, dict[str, Row]] = {}  # trajectory -> hash -> row of a segment
+        self._metas: dict[str, Mapping[str, Any]] = {}  # of these
+        self._prompts: dict[str, Row] = {}
+        self._rescued: dict[str, Record] = {}  # of damaged files
+        self._cache: dict[str, tuple[tuple[int, int], dict[str, Row]]] = {}
+        try:
+            self.refresh(anew=True)
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __len__(self) -> int:
+        """How many records are indexed."""
+        return len(self._prompts) + sum(len(self.rows(name)) for name in self.names())
+
+    def close(self) -> None:
+        for shard in self._used.values():
+            shard.close()
+        for fd in self._fds.values():
+            os.close(fd)
+        self._used.clear()
+        self._fds.clear()
+
+    # ---- taking in
+
+    def refresh(self, *, anew: bool = False) -> None:
+        """Take in what is new in the folder; costs in proportion to that. A file that is damaged goes to `damaged`.
+
+        What other nodes did of late may show only with `anew`, or at a later call, as the folder is on a network
+        filesystem (`layout.listed`). Where a file is listed and not to be found, this waits until either changes.
+        """
+        until, pause_s = time.monotonic() + SETTLE_S, 0.0
+        while unseen := self._look(anew):
+            if time.monotonic() > until:
+                logger.error("listed and not to be found, passed over: %s", ", ".join(sorted(map(str, unseen))))
+                return
+            time.sleep(pause_s)
+            anew, pause_s = True, min(pause_s + 0.1, 1.0)
+
+    def _look(self, anew: bool) -> set[Path]:
+        """One pass; the files that are listed and not to be found: a segment that went into a shard which is not listed
+        yet, or a name of which this node still believes that it isn't there."""
+        # In the order that a record takes: what has gone from one list before it was made is in the next.
+        found = segments(self._paths.log, OPEN, anew=anew) if self._open_too else []
+        found += segments(self._paths.log, CLOSED, anew=anew and not self._open_too)
+        new = [path for path in shards(self._paths, anew=anew) if path.name not in self._shards]
+        unseen: set[Path] = set()
+        for path in (*new, *found):
+            if path.name not in self.damaged:
+                try:
+                    with self._noting_damage(path):
+                        (self._take_segment if path.suffix in (OPEN, CLOSED) else self._take_shard)(path)
+                except FileNotFoundError:
+                    unseen.add(path)
+        # An open one may be listed as a closed one, too.
+        return {path for path in unseen if path.stem not in self._packed and self._ends.get(path.stem, 0) is not None}
+
+    @contextmanager
+    def _noting_damage(self, path: Path) -> Iterator[None]:
+        """What is intact of a damaged file is read all the same, into memory: only what is damaged is missing."""
+        try:
+            yield
+        except StoreError as error:
+            logger.error("%s", error)
+            self.damaged[path.name] = str(error)
+            with suppress(StoreError):
+                if not isinstance(error, NewerError):
+                    self._rescue(path)
+
+    def _rescue(self, path: Path) -> None:
+        found = salvage(path)
+        for record, number, offset in found.records:
+            if self._only in ("", record.trajectory) or record.kind is Kind.PROMPT:
+                self._rescued.setdefault(record.hash, record)
+                node, segment = found.sources[number]["node"], found.sources[number]["number"]
+                self._add(Row.of(record, node=node, segment=segment, offset=offset, file=path.name), record)
+
+    def _take_shard(self, path: Path) -> None:
+        shard = Shard(path)
+        prompts = [row for number, trajectory in enumerate(shard.ids) if not trajectory for row in shard.rows(number)]
+        self._shards[path.name] = shard
+        self._prompts |= {row.hash: row for row in prompts}
+        self._changed()
+        self._uids |= {text(uid) for uid in shard.sources["uid"].tolist()}
+        for name in shard.sources["name"].tolist():
+            self._packed.add(Path(text(name)).stem)
+            self._drop_segment(Path(text(name)).stem)
+        for number, trajectory in enumerate(shard.ids):
+            if trajectory and self._only in ("", trajectory):
+                self._places.setdefault(trajectory, []).append((shard, number))
+        self._keep_open(shard)
+
+    def _drop_shard(self, shard: Shard) -> None:
+        del self._shards[shard.path.name]
+        for trajectory in {*shard.ids} & {*self._places}:
+            self._places[trajectory] = [place for place in self._places[trajectory] if place[0] is not shard]
+            self._cache.pop(trajectory, None)
+        self._changed()
+
+    def _take_segment(self, path: Path) -> None:
+        done = self._ends.get(path.stem, 0)
+        if done is None:
+            return
+        if not done:
+            try:
+                header, done = read_header(path)
+            except Torn as torn:
+                if path.suffix == OPEN:
+                    return
+                raise StoreError(f"{path}: damaged at byte 0: {torn}") from torn
+            if header.uid in self._uids:
+                self._ends[path.stem] = None
+                return
+        node, number = name_parts(path)
+        for offset, record in read_segment(path, done):
+            self._add(Row.of(record, node=node, segment=number, offset=offset, file=path.stem), record)
+            done = offset + record.size
+        self._ends[path.stem] = None if path.suffix == CLOSED else done
+
+    def _add(self, row: Row, record: Record) -> None:
+        if row.kind is Kind.PROMPT:
+            self._prompts.setdefault(row.hash, row)
+        elif self._only in ("", record.trajectory):
+            self._changed()
+            self._fresh.setdefault(record.trajectory, {}).setdefault(row.hash, row)
+            if row.kind in _NAMED:
+                self._metas[row.hash] = record.meta
+
+    def _changed(self) -> None:
+        """Something new of a trajectory is known."""
+
+    def _drop_segment(self, stem: str) -> None:
+        """Its records are in a shard now."""
+        self._forget_file(stem)
+        if self._ends.pop(stem, 0) == 0:
+            return
+        self._ends[stem] = None
+        for trajectory, rows in list(self._fresh.items()):
+            gone = [hash for hash, row in rows.items() if row.file == stem]
+            for hash in gone:
+                del rows[hash]
+                self._metas.pop(hash, None)
+            if gone:
+                self._cache.pop(trajectory, None)
+            if not rows:
+                del self._fresh[trajectory]
+
+    def _forget_file(self, stem: str) -> None:
+        fd = self._fds.pop(stem, None)
+        if fd is not None:
+            os.close(fd)
+
+    # ---- records
+
+    def rows(self, trajectory: str) -> Mapping[str, Row]:
+        """A trajectory's records by hash, those of shards first, else in the order that they were read."""
+        places, fresh = self._places.get(trajectory, ()), self._fresh.get(trajectory, {})
+        stamp = (len(places), len(fresh))
+        known = self._cache.get(trajectory)
+        if known is not None and known[0] == stamp:
+            return known[1]
+        found: dict[str, Row] = {}
+        for shard, number in places:
+            for row in shard.rows(number):
+                found.setdefault(row.hash, row)
+            self._keep_open(shard)
+        for hash, row in fresh.items():
+            found.setdefault(hash, row)
+        self._cache[trajectory] = (stamp, found)
+        if len(self._cache) > self._MAX_CACHED:
+            del self._cache[next(iter(self._cache))]
+        return found
+
+    def prompts(self) -> Mapping[str, Row]:
+        """The PROMPT records by hash."""
+        return self._prompts
+
+    def read(self, row: Row) -> Record:
+        """A row's record. Raises StoreError when it is damaged, or its file is gone and no shard has it."""
+        if row.hash in self._rescued:
+            return self._rescued[row.hash]
+        if row.file in self._shards:
+            return self._keep_open(self._shards[row.file]).record(row.at)
+        try:
+            return read_at(self._fd(row.file), row.at, f"{self._paths.log / row.file}")
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.ESTALE):
+                raise
+        raise _Moved(f"{self._paths.log / row.file}: is gone, and no shard holds record {row.hash}")
+
+    def record(self, trajectory: str, hash: str) -> Record:
+        """Raises StoreError when it isn't here or is damaged."""
+        until, pause_s = time.monotonic() + SETTLE_S, 0.0
+        while True:
+            row = self.rows(trajectory).get(hash) if trajectory else self._prompts.get(hash)
+            if row is None:
+                raise StoreError(f"{self._paths.root}: no record {hash}")
+            try:
+                return self.read(row)
+            except _Moved:
+                if time.monotonic() > until:
+                    raise
+            self._forget_file(row.file)
+            time.sleep(pause_s)
+            pause_s = min(pause_s + 0.1, 1.0)
+            self.refresh(anew=True)  # its segment became a shard
+
+    def ahead(self, trajectories: Iterable[str]) -> None:
+        """Ask the disk for what `rows` of these will read."""
+        for trajectory in trajectories:
+            if trajectory not in self._cache:
+                for shard, number in self._places.get(trajectory, ()):
+                    self._keep_open(shard).ahead_steps(number)
+
+    def _keep_open(self, shard: Shard) -> Shard:
+        self._used[shard.path.name] = shard
+        if len(self._used) > self._MAX_FILES:
+            self._used.pop(next(iter(self._used))).close()
+        return shard
+
+    def _fd(self, stem: str) -> int:
+        fd = self._fds.get(stem)
+        if fd is None:
+            if len(self._fds) >= self._MAX_FILES:
+                self._forget_file(next(iter(self._fds)))
+            path = self._paths.log / f"{stem}{CLOSED}"
+            try:
+                fd = os.open(path, os.O_RDONLY)
+            except FileNotFoundError:
+                fd = os.open(path.with_suffix(OPEN), os.O_RDONLY)
+            self._fds[stem] = fd
+        return fd
+
+    def names(self) -> Iterable[str]:
+        """The ids of all trajectories, in the order that they were first read."""
+        return {**dict.fromkeys(self._places), **dict.fromkeys(self._fresh)}.keys()
+
+    def tables(self, name: str) -> Iterator[Table]:
+        """One of the tables of every shard, such as "rewards" or "transitions". Of one where it is damaged, what can be
+        rescued is `fresh` from then on."""
+        for shard in list(self._shards.values()):
+            with self._noting_damage(shard.path):
+                try:
+                    yield self._keep_open(shard).whole(name)
+                except StoreError:
+                    self._drop_shard(shard)
+                    raise
+
+    def fresh(self) -> Iterator[tuple[str, Row, Mapping[str, Any]]]:
+        """(trajectory, row, meta) of each ADOPT, END and REWARD record that is in no shard yet."""
+        for trajectory, rows in self._fresh.items():
+            for row in rows.values():
+                if row.hash in self._metas:
+                    yield trajectory, row, self._metas[row.hash]
+
+    def shard(self, name: str) -> Shard:
+        return self._keep_open(self._shards[name])
+
+    def places(self, trajectory: str) -> Sequence[Place]:
+        """Its fragments in shards."""
+        return self._places.get(trajectory, ())
+
+    def is_fresh(self, trajectory: str) -> bool:
+        """Whether any of its records is in no shard yet."""
+        return trajectory in self._fresh
+
+    def fresh_roots(self) -> set[str]:
+        """The prompts that records name which are in no shard yet."""
+        return {row.root for rows in self._fresh.values() for row in rows.values() if row.root}
+
+
+class _Moved(StoreError):
+    """A segment's file is gone."""

@@ -101,12 +101,12 @@ class Catalog:
     def _look(self, anew: bool) -> set[Path]:
         """One pass; the files that are listed and not to be found: a segment that went into a shard which is not listed
         yet, or a name of which this node still believes that it isn't there."""
-        # In the order that a record takes: what has gone from one list before it was made is in the next.
-        found = segments(self._paths.log, OPEN, anew=anew) if self._open_too else []
-        found += segments(self._paths.log, CLOSED, anew=anew and not self._open_too)
+        # Listed in the order that a record takes: what has gone from one list before it was made is in the next.
+        being_written = segments(self._paths.log, OPEN, anew=anew) if self._open_too else []
+        closed = segments(self._paths.log, CLOSED, anew=anew and not self._open_too)
         new = [path for path in shards(self._paths, anew=anew) if path.name not in self._shards]
         unseen: set[Path] = set()
-        for path in (*new, *found):
+        for path in (*new, *closed, *being_written):
             if path.name not in self.damaged:
                 try:
                     with self._noting_damage(path):

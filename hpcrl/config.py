@@ -11,12 +11,13 @@ from __future__ import annotations
 import copy
 import difflib
 import json
+import re
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from hpcrl.types import ConfigError
 
@@ -43,6 +44,27 @@ class Model(Table):
 class EnvironmentTable(Table):
     name: str = "find"
     options: dict[str, Any] = Field(default_factory=dict)  # handed to the environment as they are
+
+
+class Tools(Table):
+    """What of a tool's output gets into the context."""
+
+    output_bytes: Count = 0  # the most that the model sees of one result; 0: all of it
+    cap: str = "head_tail"  # what cuts longer ones; or "package.module:function"
+    keep_unseen: bool = False  # whether the store keeps the whole of what was cut
+
+    @field_validator("cap")
+    @classmethod
+    def _cap(cls, cap: str) -> str:
+        if cap != "head_tail" and not re.fullmatch(r"\w+(\.\w+)*:\w+(\.\w+)*", cap):
+            raise ValueError(f"must be 'head_tail' or 'package.module:function', found {cap!r}")
+        return cap
+
+    @model_validator(mode="after")
+    def _cuts(self) -> Tools:
+        if not self.output_bytes and (self.cap != "head_tail" or self.keep_unseen):
+            raise ValueError("cap and keep_unseen need output_bytes, beyond which output is cut; it is 0")
+        return self
 
 
 class SamplingTable(Table):
@@ -185,6 +207,7 @@ class Config(Table):
     seed: Annotated[int, Field(ge=0)] = 0
     model: Model = Model()
     environment: EnvironmentTable = EnvironmentTable()
+    tools: Tools = Tools()
     sampling: SamplingTable = SamplingTable()
     phase: tuple[Phase, ...] = Field(default=(), strict=False)
     evaluation: Evaluation = Evaluation()

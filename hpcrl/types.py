@@ -94,11 +94,15 @@ class Fault:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """One piece of a message. Media (later) carries `media`, a content hash, in place of text."""
+    """One piece of a message: text, or the bytes of a medium, which the store holds once and names by their SHA-256."""
 
-    type: Literal["text", "image"] = "text"
+    type: Literal["text", "image", "audio", "video"] = "text"
     text: str = ""
-    media: str = ""
+    media: bytes = b""
+    unseen_bytes: int = 0  # these four: as of a ToolResult, where the part was cut without one
+    cut_reason: str = ""
+    unseen_hash: str = ""
+    content: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,7 +145,8 @@ class ToolResult:
     duration_s: float = 0.0
     unseen_bytes: int = 0  # what a cap removed before the model could see it
     cut_reason: str = ""
-    unseen_hash: str = ""
+    unseen_hash: str = ""  # SHA-256
+    content: str = ""  # the same of the whole output, where the store has it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -298,6 +303,7 @@ class StepOutcome:
     done: bool
     truncated: str = ""  # reason, when the environment cuts the trajectory short
     fault: Fault | None = None
+    context: tuple[Message, ...] | None = None  # takes the place of all before `messages`: a compacted context
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

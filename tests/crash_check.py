@@ -16,7 +16,7 @@ from hpcrl.layout import RunPaths
 from hpcrl.store import records
 from hpcrl.store.compact import shards
 from hpcrl.store.index import Store
-from hpcrl.store.records import CHAINED, Kind
+from hpcrl.store.records import CHAINED, SHARED, Kind
 from hpcrl.store.segment import CLOSED, OPEN, read_header, read_segment, segments
 from hpcrl.store.shard import Shard
 from hpcrl.store.verify import verify
@@ -90,7 +90,7 @@ def check(paths: RunPaths, expected: Expected, totals: Totals, follower: Store |
 
     there = _raw(paths, totals, problem)
     for hash, count in there.copies.items():
-        if there.kinds[hash] is not Kind.PROMPT and count > 1 + expected.again[hash]:
+        if there.kinds[hash] not in SHARED and count > 1 + expected.again[hash]:
             problem("duplicates", f"{hash} lies in {count} places and was appended {1 + expected.again[hash]} times")
     with Store(paths, open_segments=True) as store:
         for hash, known in expected.records.items():
@@ -101,10 +101,14 @@ def check(paths: RunPaths, expected: Expected, totals: Totals, follower: Store |
                 continue
             if crc32c(record.payload) != known.crc or record.true_hash != hash or record.parent != known.parent:
                 problem("wrong", f"{known.kind.name} {hash} of {known.trajectory} is not what was acknowledged")
-            row = (store.rows(known.trajectory) if known.trajectory else store.prompts())[hash]
-            once = known.kind is not Kind.PROMPT and not expected.again[hash]
+            row = store.rows(known.trajectory)[hash]
+            once = known.kind not in SHARED and not expected.again[hash]
             if once and known.places != {(row.node, row.segment, row.offset)}:
                 problem("wrong", f"{hash} lies at {row.node} {row.segment} {row.offset}, acknowledged: {known.places}")
+        for name in store.names():
+            for hash in store.contents(name):
+                if hash[:32] not in store.rows(""):
+                    problem("lost", f"lost: content {hash}, which a record of {name} names")
         _check_chains(store, there, expected, problem)
         names = store.summary()["id"].tolist()
         if len(names) != len(set(names)):

@@ -29,7 +29,7 @@ from hpcrl.store.compact import compact
 from hpcrl.store.index import Store
 from hpcrl.store.link import LogClient, LogServer
 from hpcrl.store.log import Log
-from hpcrl.store.records import Kind, Record, prompt
+from hpcrl.store.records import Kind, Record, content, prompt
 from hpcrl.store.seal import seal_dead_here
 from hpcrl.types import Receipt
 
@@ -200,7 +200,10 @@ class _Victim:
                 attempt += 1
                 last = writer.append(adopt(name, attempt, old.hash, step))
                 writer.append(observe(old, [chance.randrange(9)], f"late {chance.random()}"))  # an orphan
-            last = writer.append(observe(last, [chance.randrange(9)], f"{chance.random()}"))
+            whole = b"unseen" * chance.randrange(20) if chance.random() < 0.3 else b""
+            if whole:
+                writer.append(content(whole))
+            last = writer.append(observe(last, [chance.randrange(9)], f"{chance.random()}", whole=whole))
             if chance.random() < 0.7:
                 await writer.settle()
         if chance.random() < 0.6:

@@ -18,7 +18,7 @@ import numpy as np
 from store_parts import act, adopt, end, observe, open_log, run_folder, trajectory
 
 from hpcrl.store.compact import compact, shards
-from hpcrl.store.records import COLUMNS, FORMAT, Kind, Record
+from hpcrl.store.records import COLUMNS, FORMAT, Kind, Record, content
 from hpcrl.store.segment import CLOSED, segments
 from hpcrl.store.shard import SCHEMA
 
@@ -33,7 +33,7 @@ def told(record: Record) -> dict[str, Any]:
 
 
 def sample() -> list[Record]:
-    """Every kind of record: whole trajectories, an open one, two attempts, a late score, a change of state."""
+    """Every kind of record: whole trajectories, an open one, two attempts, a score, a change of state, a content."""
     whole = trajectory("find-x.p1n0.0", steps=3)
     opening, first = whole[0], adopt("find-x.p1n0.1")
     said = act(first, 0, [7, 8, 9], root=opening.hash, version=2)
@@ -49,7 +49,19 @@ def sample() -> list[Record]:
         Record(kind=Kind.TRANSITION, trajectory=name, attempt=1, meta=change),
     ]
     open_one = adopt("find-y.p1n0.0")
-    return [*whole, first, said, again, orphan, seen, last, end(last, reward=0.0), *beside, open_one]
+    return [
+        content(b"\x00 what no model saw \xff"),
+        *whole,
+        first,
+        said,
+        again,
+        orphan,
+        seen,
+        last,
+        end(last, reward=0.0),
+        *beside,
+        open_one,
+    ]
 
 
 async def _write(paths: Any, records: Sequence[Record]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import numpy as np
 
 from hpcrl.layout import RunPaths
 from hpcrl.store.log import Log
-from hpcrl.store.records import Kind, Record, prompt
+from hpcrl.store.records import Kind, Record, content, prompt
 
 
 def run_folder(root: Path) -> RunPaths:
@@ -82,8 +83,10 @@ def act(parent: Record, step: int, ids: list[int], *, root: str = "", version: i
     )
 
 
-def observe(parent: Record, ids: list[int], text: str = "é\ud800") -> Record:
+def observe(parent: Record, ids: list[int], text: str = "é\ud800", *, whole: bytes = b"") -> Record:
+    """`whole`: the content that its result names."""
     result = {"name": "ls", "status": "ok", "duration_s": 0.1, "cut_reason": "", "unseen_bytes": 0, "unseen_hash": ""}
+    result |= {"content": sha256(whole).hexdigest()} if whole else {}
     meta = {
         "parts": [{"role": "tool", "type": "text", "text": text}],
         "results": [result],
@@ -132,14 +135,17 @@ def end(parent: Record, status: str = "COMPLETED", reward: float = 1.0, num_samp
     )
 
 
-def trajectory(name: str, *, prompt_ids: tuple[int, ...] = (1, 2, 3), steps: int = 2) -> list[Record]:
-    """A whole one: its PROMPT, ADOPT, `steps` of ACT and OBSERVE (the last without), END."""
+def trajectory(
+    name: str, *, prompt_ids: tuple[int, ...] = (1, 2, 3), steps: int = 2, whole: bytes = b""
+) -> list[Record]:
+    """A whole one: its PROMPT, ADOPT, `steps` of ACT and OBSERVE (the last without), END; first `whole`, the content
+    that its OBSERVEs name."""
     start = prompt(prompt_ids)
-    records = [start, adopt(name)]
+    records = [*([content(whole)] if whole else []), start, adopt(name)]
     for step in range(steps):
         records.append(act(records[-1], step, [10 + step, 20], root=start.hash if step == 0 else ""))
         if step < steps - 1:
-            records.append(observe(records[-1], [30 + step]))
+            records.append(observe(records[-1], [30 + step], whole=whole))
     return [*records, end(records[-1], num_sampled=2 * steps)]
 
 

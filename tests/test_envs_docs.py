@@ -12,10 +12,21 @@ from hpcrl.sandbox.memory import MemorySandbox
 PAGE = Path(__file__).parents[1] / "docs" / "environments.md"
 
 
-async def test_the_example() -> None:
-    (source,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+def example(number: int) -> dict[str, Any]:
     module: dict[str, Any] = {}
-    exec(source, module)
+    exec(re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)[number], module)
+    return module
+
+
+def test_the_example_of_a_cap() -> None:
+    last_lines = example(1)["last_lines"]
+    for text in ("a" * 50, "€\ud800" * 20):
+        for limit in range(1, 10):
+            assert len(last_lines(text, limit, "python").encode()) <= limit
+
+
+async def test_the_example() -> None:
+    module = example(0)
     train = {task.id for task in islice(module["tasks"]("train", 0), 500)}
     heldout = list(module["tasks"]("heldout", 0))
     assert not train & {task.id for task in heldout}

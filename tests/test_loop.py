@@ -10,35 +10,27 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hpcrl_envs import find
+from loop_parts import loop, node_log, right_way, stored, ticket
 
 from hpcrl.layout import RunPaths
 from hpcrl.rollout.engine import EngineFault
-from hpcrl.rollout.loop import DISK, UNKNOWN, History, Loop, Where, history_of
+from hpcrl.rollout.loop import DISK, UNKNOWN, History, history_of
 from hpcrl.rollout.render import Renderer
 from hpcrl.rollout.scripted import ScriptedEngine
-from hpcrl.sandbox.memory import MemorySandbox
 from hpcrl.store.index import Store
-from hpcrl.store.link import LogClient, LogServer
-from hpcrl.store.log import Log
+from hpcrl.store.link import LogClient
 from hpcrl.store.records import Kind, Record, missing
 from hpcrl.types import (
     Cause,
     Ended,
     Fault,
     Message,
-    Sampling,
     Span,
     State,
     StepOutcome,
-    Task,
-    Ticket,
     ToolCall,
     ToolSpec,
 )
-
-WHERE = Where(node="n", job="1", boot_id="b")
-TASK = Task(environment="find", payload={"key": "N", "files": {"D7": "418", "N5": "233", "V1": "902", "Y6": "118"}})
 
 
 @pytest.fixture(scope="module")
@@ -48,48 +40,8 @@ def renderer(tiny_model: Path) -> Renderer:
 
 @pytest.fixture
 async def log(tmp_path: Path) -> AsyncIterator[LogClient]:
-    paths = RunPaths(tmp_path)
-    paths.make()
-    owner = Log(paths.log, "n", segment_bytes=1 << 20, segment_age_s=60, commit_interval_s=0)
-    server = LogServer(owner, tmp_path / "log.sock")
-    await server.start()
-    async with LogClient(tmp_path / "log.sock") as client:
+    async with node_log(tmp_path) as client:
         yield client
-    await server.close()
-    await owner.close()
-
-
-def ticket(**over: Any) -> Ticket:
-    values: dict[str, Any] = {
-        "trajectory": "find-x.p1n0.0", "attempt": 1, "kind": "train", "task": TASK, "group": "find-x.p1n0", "member": 0,
-        "phase": "rl", "seed": 7, "sampling": Sampling(temperature=1.0, max_tokens=14), "max_steps": 5,
-        "max_context": 200, "deadline_s": 20.0, "incarnation": 1,
-    }  # fmt: skip
-    return Ticket(**(values | over))
-
-
-def right_way(transcript: str) -> str:
-    """Plays the task without a mistake, from what it sees alone."""
-    seen = transcript.split("<t>")[1:]
-    if not seen:
-        return "ls"
-    if len(seen) == 1:
-        return "cat N5"
-    return "answer " + seen[1].split("<e>")[0]
-
-
-def loop(log: Any, renderer: Renderer, task: Ticket, **over: Any) -> Loop:
-    values: dict[str, Any] = {
-        "engine": ScriptedEngine(right_way, renderer), "environment": find.make(task.task, task.seed),
-        "sandbox": MemorySandbox(), "log": log, "renderer": renderer, "where": WHERE,
-    }  # fmt: skip
-    return Loop(task, **(values | over))
-
-
-async def stored(tmp_path: Path) -> Store:
-    store = Store(RunPaths(tmp_path), open_segments=True)
-    store.refresh()
-    return store
 
 
 async def test_a_trajectory_is_a_chain_of_complete_records(log: LogClient, renderer: Renderer, tmp_path: Path) -> None:
@@ -137,15 +89,9 @@ async def test_what_an_open_segment_alone_holds_is_stored_again_by_who_adopts_it
     history = history_of(store, ended.trajectory, head)
     assert isinstance(history, History)
     assert [row.kind for row in history.unsettled] == [Kind.PROMPT, Kind.ADOPT, Kind.ACT, Kind.OBSERVE]
-    other = RunPaths(tmp_path / "other")
-    other.log.mkdir(parents=True)
-    here = Log(other.log, "n2", segment_bytes=1 << 20, segment_age_s=60, commit_interval_s=0)
-    server = LogServer(here, tmp_path / "s2")
-    await server.start()
-    async with LogClient(tmp_path / "s2") as second:
+    async with node_log(tmp_path / "other", "n2") as second:
         again = await loop(second, renderer, ticket(attempt=2, adopt=head), history=history).run()
-    await server.close()
-    await here.close()
+    other = RunPaths(tmp_path / "other")
     # The first node's log was lost to a power cut: the second's alone holds the whole chain.
     with Store(other) as alone:
         assert alone.complete(again.trajectory, again.head)
@@ -432,25 +378,17 @@ async def test_a_call_with_effects_waits_for_its_act_and_is_not_repeated(
 
 
 async def test_a_call_with_effects_waits_until_other_nodes_can_read_its_act(renderer: Renderer, tmp_path: Path) -> None:
-    paths = RunPaths(tmp_path / "run")
-    paths.make()
-    sizes: dict[str, Any] = {"segment_bytes": 1 << 20, "segment_age_s": 60, "commit_interval_s": 0}
-    owner = Log(paths.log, "n", scratch=tmp_path / "scratch", **sizes)
-    server = LogServer(owner, tmp_path / "log.sock")
-    await server.start()
     seen = []
 
     class Looking(Broken):
         async def step(self, calls: Any, sandbox: Any) -> Any:
-            with Store(paths) as store:
+            with Store(RunPaths(tmp_path)) as store:
                 seen.append([receipt.kind for receipt in store.receipts("e.0")])
             return await super().step(calls, sandbox)
 
-    async with LogClient(tmp_path / "log.sock") as client:
+    async with node_log(tmp_path, scratch=tmp_path / "scratch") as client:
         await loop(client, renderer, ticket(trajectory="e.0", max_steps=1), environment=Looking("", "effect")).run()
         await loop(client, renderer, ticket(trajectory="p.0", max_steps=1), environment=Looking("", "pure")).run()
-    await server.close()
-    await owner.close()
     assert seen[0] == ["ADOPT", "ACT"]
 
 

@@ -39,7 +39,7 @@ def test_it_reads_as_it_was_written(path: Path, tmp_path: Path) -> None:
         with Store(paths) as store:
             assert not store.damaged
             found = {row["hash"]: row for name in store.names() for row in map(told, store.records(name))}
-            found |= {hash: told(store.record("", hash)) for hash in store.prompts()}
+            found |= {hash: told(store.record("", hash)) for hash in store.rows("")}
             assert found == {row["hash"]: row for row in expected}
             whole = store.trajectory("find-x.p1n0.1")
             assert (whole.ids.tolist(), whole.reward) == ([1, 2, 3, 7, 8, 9, 40, 41, 5], 0.0)

@@ -82,7 +82,7 @@ async def test_a_shard_reads_back_the_same_records(tmp_path: Path) -> None:
             (b"outcome", 1.0, False),
         ]
         assert file["transitions"]["state"].tolist() == [b"RUNNING"]
-        assert file.attrs["schema"] == 1 and len(file.attrs["config_sha256"]) == 64
+        assert file.attrs["schema"] == 2 and len(file.attrs["config_sha256"]) == 64
         assert file["segments"]["records"].sum() == len(mixed)
 
 

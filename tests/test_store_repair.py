@@ -25,7 +25,7 @@ from hpcrl.types import StoreError
 
 async def write(paths: RunPaths, *names: str, steps: int = 4) -> list[Record]:
     log = open_log(paths)
-    records = [record for name in names for record in trajectory(name, steps=steps)]
+    records = [record for name in names for record in trajectory(name, steps=steps, whole=b"unseen" * 9)]
     await log.append([record.frame() for record in records])
     await log.close()
     return records
@@ -34,7 +34,7 @@ async def write(paths: RunPaths, *names: str, steps: int = 4) -> list[Record]:
 def held(paths: RunPaths) -> dict[str, Record]:
     """Every record that can be read, by hash."""
     with Store(paths) as store:
-        found = [store.record("", hash) for hash in store.prompts()]
+        found = [store.record("", hash) for hash in store.rows("")]
         found += [record for name in store.names() for record in store.records(name)]
         assert not store.damaged
     assert all(record.hash == record.true_hash for record in found)

@@ -148,6 +148,7 @@ def show_config(file: ConfigFile, sets: Sets = None) -> None:
 def check(settings: Config) -> None:
     """Refuse at once what would fail later: devices, ports, environment, isolation."""
     from hpcrl.roles import free_ports, ports_needed
+    from hpcrl.rollout.caps import load_cap
     from hpcrl.rollout.environments import load_family
 
     launch.check_devices(settings)
@@ -157,6 +158,7 @@ def check(settings: Config) -> None:
     if free < needed:
         ports = settings.launch.ports
         raise ConfigError(f"launch.ports: {free} free ports in {ports}, this run needs {needed}; give a wider range")
+    load_cap(settings.tools)
     family = load_family(settings.environment.name, settings.environment.options)
     wanted = settings.evaluation.tasks
     found = sum(1 for _ in itertools.islice(family.tasks("heldout", 0), wanted))

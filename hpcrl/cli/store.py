@@ -61,9 +61,21 @@ def show(run: RunFolder, trajectory: Annotated[str, typer.Argument()]) -> None:
         print(f"{record.kind.name:10} attempt {record.attempt} step {record.step} {record.hash}")
         if len(record.ids):
             print(f"           {renderer.transcript(record.ids)!r}")
+        for part in record.meta.get("parts", ()):
+            if part.get("media"):
+                print(f"           {part['type']}: {part['media']}")
         for key in ("task", "calls", "results", "state", "status", "rewards", "fault"):
             if record.meta.get(key) and (key != "state" or record.kind is Kind.TRANSITION):
                 print(f"           {key}: {json.dumps(record.meta[key])}")
+
+
+@app.command("content")
+def content(run: RunFolder, hash: Annotated[str, typer.Argument(metavar="SHA256")]) -> None:
+    """Write what `show` names by a hash (`content` of a result, `media` of a part) to standard output, byte by byte."""
+    from hpcrl.store.index import Store
+
+    with Store(RunPaths.of(run), open_segments=True) as store:
+        sys.stdout.buffer.write(store.content(hash))
 
 
 @app.command("query")

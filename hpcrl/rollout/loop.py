@@ -19,15 +19,17 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
+from hashlib import sha256
 from typing import Any, Protocol
 
 import numpy as np
 
 from hpcrl.layout import is_full
+from hpcrl.rollout.caps import Cap
 from hpcrl.rollout.engine import EngineFault
 from hpcrl.rollout.render import Renderer
 from hpcrl.store.index import Store
-from hpcrl.store.records import Kind, Record, prompt
+from hpcrl.store.records import Kind, Record, content, prompt
 from hpcrl.types import (
     Cause,
     Ended,
@@ -37,6 +39,7 @@ from hpcrl.types import (
     Generation,
     Int32Array,
     Message,
+    Part,
     Receipt,
     Sandbox,
     State,
@@ -101,6 +104,7 @@ class Loop:
         renderer: Renderer,
         where: Where,
         history: History | None = None,
+        cap: Cap | None = None,
         slot: AbstractAsyncContextManager[Any] | None = None,
         on_receipt: Callable[[Receipt], None] = lambda receipt: None,
     ) -> None:
@@ -109,10 +113,11 @@ class Loop:
         self.state = State.PENDING
         self._slot = slot or contextlib.nullcontext()
         self._engine, self._sandbox = engine, sandbox
-        self._world = environment
+        self._world, self._cap = environment, cap
         self._log, self._renderer, self._where, self._history = log, renderer, where, history
         self._on_receipt = on_receipt
         self._parent = ticket.adopt
+        self._root: dict[str, Any] = {"root": ""}  # what the next act says of a context that begins with it
         self._commits: set[asyncio.Future[Receipt]] = set()
         self._context: list[Int32Array] = []
         self._num_tokens = self._num_sampled = self._num_steps = 0
@@ -175,7 +180,7 @@ class Loop:
                 await self._durable()
                 await self._log.settle()  # whoever takes over must know of the call
             outcome = await self._step(calls)
-            done = self._observe(outcome, generation.finish_reason)
+            done = await self._observe(outcome, generation.finish_reason)
             if done is not None:
                 return done
         return State.TRUNCATED, Fault(
@@ -187,10 +192,24 @@ class Loop:
         messages = await self._environmental("reset", self._environment.reset(self._sandbox))
         with self._guarded("reset"):
             ids = self._renderer.start(messages)
+            self._root = {"contents": self._contents(messages), "root": self._begin(ids)}
+
+    def _begin(self, ids: Int32Array) -> str:
+        """Begin a context; the name of its root."""
         opening = prompt(ids)
         self._write(opening)
-        self._root = opening.hash
+        self._context, self._num_tokens = [], 0
         self._add(ids)
+        return opening.hash
+
+    def _contents(self, messages: Sequence[Message]) -> list[str]:
+        """Store the media of these messages; the names of all the contents that belong to them."""
+        names = []
+        for part in [part for message in messages for part in message.parts]:
+            if part.media:
+                self._write(content(part.media))
+            names += [name for name in (_media(part), part.content) if name]
+        return names
 
     async def _resume(self, history: History) -> tuple[State, Fault | None] | None:
         """Bring environment and sandbox back by running the recorded calls again, then go on after the last record."""
@@ -198,7 +217,6 @@ class Loop:
         if not chain:
             return None  # it had not begun: open it
         await self._environmental("reset", self._environment.reset(self._sandbox))
-        self._root = ""
         for index, record in enumerate(chain):
             if record.kind is not Kind.ACT:
                 continue
@@ -223,7 +241,7 @@ class Loop:
             outcome = StepOutcome(results=results, messages=(), done=True, truncated=UNKNOWN, fault=fault)
         else:
             outcome = await self._step(calls)
-        return self._observe(outcome, last.meta["finish_reason"])
+        return await self._observe(outcome, last.meta["finish_reason"])
 
     def _calls(self, generation: Generation) -> tuple[ToolCall, ...]:
         step = f"{self.ticket.trajectory}/{self._num_steps}"
@@ -258,7 +276,7 @@ class Loop:
             return await awaitable
 
     @contextlib.contextmanager
-    def _guarded(self, what: str) -> Iterator[None]:
+    def _guarded(self, what: str, cause: Cause = Cause.ENVIRONMENT) -> Iterator[None]:
         try:
             yield
         except (AttemptFault, EngineFault):
@@ -267,13 +285,13 @@ class Loop:
             me = asyncio.current_task()
             if me is None or me.cancelling():
                 raise  # we are to end; else it is the environment's own doing
-            raise self._broken(what, error) from error
+            raise self._broken(what, error, cause) from error
         except (Exception, SystemExit, KeyboardInterrupt) as error:
-            raise self._broken(what, error) from error
+            raise self._broken(what, error, cause) from error
 
-    def _broken(self, what: str, error: BaseException) -> AttemptFault:
-        where = f"{self.ticket.task.environment}.{what}"
-        return AttemptFault(Fault(cause=Cause.ENVIRONMENT, where=where, message=f"{type(error).__name__}: {error}"))
+    def _broken(self, what: str, error: BaseException, cause: Cause = Cause.ENVIRONMENT) -> AttemptFault:
+        where = f"{self.ticket.task.environment}.{what}" if cause is Cause.ENVIRONMENT else what
+        return AttemptFault(Fault(cause=cause, where=where, message=f"{type(error).__name__}: {error}"))
 
     # -- the records --
 
@@ -300,7 +318,7 @@ class Loop:
         self._versions += [span.version for span in generation.spans]
         self._num_sampled += len(generation.ids)
         meta = {
-            "root": self._root,
+            **self._root,
             "tools": self._tools(),
             "calls": [dataclasses.asdict(call) for call in calls],
             "finish_reason": generation.finish_reason,
@@ -316,22 +334,27 @@ class Loop:
             Kind.ACT, self._num_steps, meta,
             ids=generation.ids, logprobs=generation.logprobs, versions=versions, sampled=sampled,
         )  # fmt: skip
-        self._root = ""
+        self._root = {"root": ""}
         self._add(generation.ids)
         self._num_steps += 1
 
-    def _observe(self, outcome: StepOutcome, finish_reason: str) -> tuple[State, Fault | None] | None:
-        over = outcome.done or bool(outcome.truncated)
-        ids = np.empty(0, np.int32)
-        if outcome.messages and not over:
-            with self._guarded("step"):
+    async def _observe(self, outcome: StepOutcome, finish_reason: str) -> tuple[State, Fault | None] | None:
+        with self._guarded("step"):
+            if self._cap is not None:
+                outcome, wholes = await self._cap.apply(outcome, lambda: self._guarded("tools.cap", Cause.TOOL))
+                for whole in wholes:
+                    self._write(content(whole))
+            over = outcome.done or bool(outcome.truncated)
+            ids, root = np.empty(0, np.int32), ""
+            if outcome.context is not None and not over:
+                ids, root = self._replaced((*outcome.context, *outcome.messages))
+            elif outcome.messages and not over:
                 ids = self._renderer.extend(outcome.messages, after_stop=finish_reason == "stop")
+            contents = self._contents((*(outcome.context or ()), *outcome.messages))
         meta = {
-            "parts": [
-                {"role": message.role, **dataclasses.asdict(part)}
-                for message in outcome.messages
-                for part in message.parts
-            ],
+            **({"root": root} if root else {}),
+            **({"contents": contents} if outcome.context and contents else {}),
+            "parts": [_part(message.role, part) for message in outcome.messages for part in message.parts],
             "results": [_result(result, outcome.messages) for result in outcome.results],
             "state": self._state(),
             "fault": dataclasses.asdict(outcome.fault) if outcome.fault else None,
@@ -344,6 +367,16 @@ class Loop:
             raise self._broken("step", error) from error
         self._add(ids)
         return self._verdict(outcome.done, outcome.truncated, outcome.fault)
+
+    def _replaced(self, messages: Sequence[Message]) -> tuple[Int32Array, str]:
+        """The environment has put `messages` in the context's place: the ids that this adds where it goes on from what
+        was there, else its root."""
+        before, ids = self._whole(), self._renderer.start(messages)
+        if np.array_equal(ids[: len(before)], before):
+            return ids[len(before) :], ""
+        if len(ids) >= self.ticket.max_context:
+            raise ValueError(f"its new context has {len(ids)} tokens, max_context is {self.ticket.max_context}")
+        return np.empty(0, np.int32), self._begin(ids)
 
     @staticmethod
     def _verdict(done: bool, truncated: str, fault: Fault | None = None) -> tuple[State, Fault | None] | None:
@@ -480,6 +513,15 @@ class Loop:
             return base64.b64encode(self._environment.state()).decode()
         except Exception as error:
             raise self._broken("state", error) from error
+
+
+def _part(role: str, part: Part) -> dict[str, Any]:
+    row = {**dataclasses.asdict(part), "media": _media(part)}
+    return {"role": role, "type": part.type, "text": part.text, **{key: row[key] for key in row if row[key]}}
+
+
+def _media(part: Part) -> str:
+    return sha256(part.media).hexdigest() if part.media else ""
 
 
 def _result(result: ToolResult, messages: Sequence[Message]) -> dict[str, Any]:

@@ -104,9 +104,11 @@ class Renderer:
     def _render(self, messages: Sequence[Message], generate: bool = True) -> str:
         rows = []
         for message in messages:
-            kinds = {part.type for part in message.parts}
-            if kinds - {"text"}:
-                raise ConfigError(f"{self._folder}: its renderer takes text only, found a message with {sorted(kinds)}")
+            for part in message.parts:
+                if part.type != "text":
+                    raise ConfigError(
+                        f"{self._folder}: has no processor, takes text only, found {part.type!r} in a part"
+                    )
             rows.append({"role": message.role, "content": message.text})
         try:
             text = self._tokenizer.apply_chat_template(rows, tokenize=False, add_generation_prompt=generate)

@@ -16,6 +16,7 @@ import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, Self
 
@@ -72,7 +73,7 @@ class Catalog:
 
     def __len__(self) -> int:
         """How many records are indexed."""
-        return len(self._prompts) + sum(len(self.rows(name)) for name in self.names())
+        return sum(len(self.rows(name)) for name in ("", *self.names()))
 
     def close(self) -> None:
         for shard in self._used.values():
@@ -131,23 +132,23 @@ class Catalog:
     def _rescue(self, path: Path) -> None:
         found = salvage(path)
         for record, number, offset in found.records:
-            if self._only in ("", record.trajectory) or record.kind is Kind.PROMPT:
+            if self._wants(record.trajectory):
                 self._rescued.setdefault(record.hash, record)
                 node, segment = found.sources[number]["node"], found.sources[number]["number"]
                 self._add(Row.of(record, node=node, segment=segment, offset=offset, file=path.name), record)
 
     def _take_shard(self, path: Path) -> None:
         shard = Shard(path)
-        prompts = [row for number, trajectory in enumerate(shard.ids) if not trajectory for row in shard.rows(number)]
+        shared = [row for number, trajectory in enumerate(shard.ids) if not trajectory for row in shard.rows(number)]
         self._shards[path.name] = shard
-        self._prompts |= {row.hash: row for row in prompts}
+        self._prompts |= {row.hash: row for row in shared if row.kind is Kind.PROMPT}
         self._changed()
         self._uids |= {text(uid) for uid in shard.sources["uid"].tolist()}
         for name in shard.sources["name"].tolist():
             self._packed.add(Path(text(name)).stem)
             self._drop_segment(Path(text(name)).stem)
         for number, trajectory in enumerate(shard.ids):
-            if trajectory and self._only in ("", trajectory):
+            if self._wants(trajectory):
                 self._places.setdefault(trajectory, []).append((shard, number))
         self._keep_open(shard)
 
@@ -181,11 +182,15 @@ class Catalog:
     def _add(self, row: Row, record: Record) -> None:
         if row.kind is Kind.PROMPT:
             self._prompts.setdefault(row.hash, row)
-        elif self._only in ("", record.trajectory):
+        if self._wants(record.trajectory):
             self._changed()
             self._fresh.setdefault(record.trajectory, {}).setdefault(row.hash, row)
             if row.kind in _NAMED:
                 self._metas[row.hash] = record.meta
+
+    def _wants(self, trajectory: str) -> bool:
+        """ "": of what is of no trajectory."""
+        return not self._only or trajectory in ("", self._only)
 
     def _changed(self) -> None:
         """Something new of a trajectory is known."""
@@ -214,7 +219,8 @@ class Catalog:
     # ---- records
 
     def rows(self, trajectory: str) -> Mapping[str, Row]:
-        """A trajectory's records by hash, those of shards first, else in the order that they were read."""
+        """A trajectory's records by hash, those of shards first, else in the order that they were read; of "": those
+        that are of none, PROMPT and CONTENT."""
         places, fresh = self._places.get(trajectory, ()), self._fresh.get(trajectory, {})
         stamp = (len(places), len(fresh))
         known = self._cache.get(trajectory)
@@ -253,7 +259,7 @@ class Catalog:
         """Raises StoreError when it isn't here or is damaged."""
         until, pause_s = time.monotonic() + SETTLE_S, 0.0
         while True:
-            row = self.rows(trajectory).get(hash) if trajectory else self._prompts.get(hash)
+            row = self.rows(trajectory).get(hash) if trajectory or hash not in self._prompts else self._prompts[hash]
             if row is None:
                 raise StoreError(f"{self._paths.root}: no record {hash}")
             try:
@@ -265,6 +271,16 @@ class Catalog:
             time.sleep(pause_s)
             pause_s = min(pause_s + 0.1, 1.0)
             self.refresh(anew=True)  # its segment became a shard
+
+    def content(self, hash: str) -> bytes:
+        """The bytes that a record names by their SHA-256 (64 hexadecimal characters).
+
+        Raises StoreError when they aren't here, or damaged.
+        """
+        data = self.record("", hash[:32]).data
+        if sha256(data).hexdigest() != hash:
+            raise StoreError(f"{self._paths.root}: no content {hash}")
+        return data
 
     def ahead(self, trajectories: Iterable[str]) -> None:
         """Ask the disk for what `rows` of these will read."""
@@ -294,7 +310,7 @@ class Catalog:
 
     def names(self) -> Iterable[str]:
         """The ids of all trajectories, in the order that they were first read."""
-        return {**dict.fromkeys(self._places), **dict.fromkeys(self._fresh)}.keys()
+        return [name for name in {**dict.fromkeys(self._places), **dict.fromkeys(self._fresh)} if name]
 
     def tables(self, name: str) -> Iterator[Table]:
         """One of the tables of every shard, such as "rewards" or "transitions". Of one where it is damaged, what can be

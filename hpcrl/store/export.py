@@ -4,12 +4,14 @@
     parquet   trajectories.parquet, steps.parquet, rewards.parquet: flat tables; what has no fixed shape (tools with
               their schemas, calls with their arguments, parts, results, task) is JSON in a string, lest Arrow makes one
               type of all of them and pads each with the others' fields
+    contents  what parts and results name (media, unseen output): contents.jsonl or .parquet, each once, by its SHA-256
 
 docs/store.md lists the fields. What is no number (nan) is null in both.
 """
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import json
 import math
@@ -22,7 +24,7 @@ import numpy as np
 
 from hpcrl.layout import RunPaths, publishing
 from hpcrl.store.index import Store
-from hpcrl.store.records import COLUMNS, Kind, Record
+from hpcrl.store.records import COLUMNS, Kind, Record, named
 from hpcrl.store.rows import TRAJECTORIES, number
 from hpcrl.types import ConfigError, Int32Array, StoreError
 
@@ -30,7 +32,7 @@ Format = Literal["jsonl", "parquet"]
 Decode = Callable[[Int32Array], str]
 Fields = Mapping[str, Any]
 
-# Column -> type: those of numpy, "S" a string, "J" JSON in a string, "[…" a list.
+# Column -> type: those of numpy, "S" a string, "J" JSON in a string, "B" bytes, "[…" a list.
 _TRAJECTORY = {
     "trajectory": "S",
     **{name: kind for name, kind in TRAJECTORIES.items() if name != "id"},
@@ -58,9 +60,11 @@ _STEP = {
     "queue_s": "<f8",
     "duration_s": "<f8",
     "prompt_ids": "[<i4",
+    "contents": "J",
     **{name: f"[{dtype.str}" for name, (dtype, _) in COLUMNS.items()},
 }
 _REWARD = {"trajectory": "S", "step": "<i4", "source": "S", "value": "<f8", "wall": "<f8", "late": "?"}
+_CONTENT = {"content": "S", "data": "B"}
 _TOKENS = 4 << 20  # in memory before they are written, and so in one row group
 
 
@@ -69,7 +73,7 @@ class Exported:
     files: tuple[str, ...]
     trajectories: int
     steps: int
-    left_out: tuple[str, ...]  # trajectories that can't be read whole, each with the reason
+    left_out: tuple[str, ...]  # trajectories that can't be read whole, and contents, each with the reason
 
 
 def export(paths: RunPaths, folder: Path, format: Format, decode: Decode | None = None) -> Exported:
@@ -77,7 +81,8 @@ def export(paths: RunPaths, folder: Path, format: Format, decode: Decode | None 
 
     Raises ConfigError when a file is there already.
     """
-    names = ("trajectories.jsonl",) if format == "jsonl" else tuple(f"{name}.parquet" for name in _TABLES)
+    tables = ("trajectories", "contents") if format == "jsonl" else tuple(_TABLES)
+    names = [f"{table}.{format}" for table in tables]
     folder.mkdir(parents=True, exist_ok=True)
     for name in names:
         if (folder / name).exists():
@@ -88,8 +93,9 @@ def export(paths: RunPaths, folder: Path, format: Format, decode: Decode | None 
         store = stack.enter_context(Store(paths, open_segments=True))
         left_out += store.damaged.values()
         opened = [stack.enter_context(publishing(folder / name)) for name in names]
-        sink: _Jsonl | _Parquet = _Jsonl(opened[0]) if format == "jsonl" else _Parquet(opened)
+        sink: _Jsonl | _Parquet = _Jsonl(opened) if format == "jsonl" else _Parquet(opened)
         stack.callback(sink.close)
+        given: set[str] = set()  # contents
         frame = store.query()
         for values in frame.itertuples(index=False, name=None):
             summary: Fields = dict(zip(frame.columns, values, strict=True))
@@ -101,6 +107,12 @@ def export(paths: RunPaths, folder: Path, format: Format, decode: Decode | None 
             sink.add(*whole)
             trajectories += 1
             steps += len(whole[1])
+            for hash in sorted({hash for step in whole[1] for hash in named(step)} - given):
+                given.add(hash)
+                try:
+                    sink.add_content(hash, store.content(hash))
+                except StoreError as error:
+                    left_out.append(f"{summary['trajectory']}: {error}")
     files = tuple(str(folder / name) for name in names)
     return Exported(files=files, trajectories=trajectories, steps=steps, left_out=tuple(left_out))
 
@@ -125,12 +137,14 @@ def _whole(store: Store, summary: Fields, decode: Decode | None) -> tuple[Fields
 
 def _steps(store: Store, chain: Sequence[Record], decode: Decode | None) -> Iterator[Fields]:
     """One per act, with what came of it."""
+    root, contents = "", None  # of a context that has begun since the last act
     for at, act in enumerate(chain):
+        if act.meta.get("root"):
+            root, contents = act.meta["root"], act.meta.get("contents")
         if act.kind is not Kind.ACT:
             continue
         after = chain[at + 1] if at + 1 < len(chain) and chain[at + 1].kind is Kind.OBSERVE else None
         seen = after.meta if after else {}
-        root = act.meta["root"] or seen.get("root")
         prompt_ids = store.record("", root).ids if root else None
         tokens = {
             name: np.concatenate([one.filled(name) for one in (act, after) if one is not None]).tolist()
@@ -148,8 +162,10 @@ def _steps(store: Store, chain: Sequence[Record], decode: Decode | None) -> Iter
             "text": decode(act.ids) if decode else None,
             "observation": "".join(part.get("text", "") for part in seen["parts"]) if after else None,
             "prompt_ids": prompt_ids.tolist() if prompt_ids is not None else None,
+            "contents": contents,
             **tokens,
         }
+        root, contents = "", None
 
 
 def _scores(records: Iterable[Record]) -> Iterator[Fields]:
@@ -175,11 +191,16 @@ def _plain(value: Any) -> Any:
 
 
 class _Jsonl:
-    def __init__(self, path: Path) -> None:
-        self._file = path.open("wb")
+    def __init__(self, files: Sequence[Path]) -> None:
+        self._file, self._contents = (file.open("wb") for file in files)
 
     def close(self) -> None:
         self._file.close()
+        self._contents.close()
+
+    def add_content(self, hash: str, data: bytes) -> None:
+        row = {"content": hash, "data": base64.b64encode(data).decode()}
+        self._contents.write(json.dumps(row).encode() + b"\n")
 
     def add(self, trajectory: Fields, steps: Sequence[Fields], scores: Sequence[Fields]) -> None:
         row = {**trajectory, "steps": _without_name(steps), "rewards": _without_name(scores)}
@@ -191,7 +212,7 @@ def _without_name(rows: Sequence[Fields]) -> list[Fields]:
     return [{name: value for name, value in row.items() if name != "trajectory"} for row in rows]
 
 
-_TABLES = {"trajectories": _TRAJECTORY, "steps": _STEP, "rewards": _REWARD}
+_TABLES = {"trajectories": _TRAJECTORY, "steps": _STEP, "rewards": _REWARD, "contents": _CONTENT}
 
 
 class _Parquet:
@@ -216,6 +237,8 @@ class _Parquet:
     def _type(self, kind: str) -> Any:
         if kind.startswith("["):
             return self._arrow.list_(self._type(kind[1:]))
+        if kind == "B":
+            return self._arrow.binary()
         return self._arrow.string() if kind[0] in "SJ" else self._arrow.from_numpy_dtype(np.dtype(kind))
 
     def close(self) -> None:
@@ -227,7 +250,14 @@ class _Parquet:
         for table, rows in (("trajectories", [trajectory]), ("steps", steps), ("rewards", scores)):
             fields = _TABLES[table]
             self._rows[table] += [{name: _cell(row.get(name), kind) for name, kind in fields.items()} for row in rows]
-        self._tokens += sum(len(step["ids"]) for step in steps) + 100
+        self._grow(sum(len(step["ids"]) for step in steps) + 100)
+
+    def add_content(self, hash: str, data: bytes) -> None:
+        self._rows["contents"].append({"content": hash, "data": data})
+        self._grow(len(data) // 16)
+
+    def _grow(self, tokens: int) -> None:
+        self._tokens += tokens
         if self._tokens >= _TOKENS:
             self._write()
 

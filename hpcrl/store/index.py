@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from hpcrl.layout import RunPaths
 from hpcrl.store.catalog import Catalog
-from hpcrl.store.records import CHAINED, COLUMNS, Kind, Record
+from hpcrl.store.records import CHAINED, COLUMNS, Kind, Record, named
 from hpcrl.store.rows import TRAJECTORIES, Row, Table, TrajectoryInfo, leaf, merge, summarize, table, text
 from hpcrl.store.shard import Shard
 from hpcrl.types import Ended, Receipt, Sequence_, StoreError, Task
@@ -172,14 +172,22 @@ class Store(Catalog):
         return self.sequence(trajectory, head, math.nan)
 
     def unsettled(self, trajectory: str, head: str) -> list[Record]:
-        """Of the chain to `head` and its prompts: what only open segments hold; their owner may not have synced it."""
+        """Of the chain to `head`, its prompts and contents: what only open segments hold; their owner may not have
+        synced it."""
         chain = self._walk(trajectory, head)
         open_files = {file for file, end in self._ends.items() if end is not None}
-        roots = [self._prompts[row.root] for row in chain if row.root in self._prompts]
-        lost = [self.record("", row.hash) for row in roots if row.file in open_files]
-        return lost + [self.record(trajectory, row.hash) for row in chain if row.file in open_files]
+        lost = [self.record(trajectory, row.hash) for row in chain if row.file in open_files]
+        shared = [self._prompts[row.root] for row in chain if row.root in self._prompts]
+        fresh = self._fresh.get("", {})
+        shared += [fresh[hash[:32]] for record in lost for hash in named(record.meta) if hash[:32] in fresh]
+        return [self.record("", row.hash) for row in shared if row.file in open_files] + lost
 
     # ---- trajectories
+
+    def contents(self, trajectory: str) -> set[str]:
+        """The contents that a trajectory's records name."""
+        rows = (row for row in self.rows(trajectory).values() if row.kind in (Kind.ACT, Kind.OBSERVE))
+        return {hash for row in rows for hash in named(self._meta(trajectory, row))}
 
     def _head(self, trajectory: str, *, whole: bool = False) -> Row | None:
         """The last record of the highest attempt's chain; with `whole` among those alone whose chain is all here."""

@@ -20,7 +20,7 @@ from errno import EIO
 from pathlib import Path
 
 from hpcrl.store.log import Log, Place
-from hpcrl.store.records import Kind, Record
+from hpcrl.store.records import SHARED, Kind, Record
 from hpcrl.types import Receipt
 
 _LENGTH = struct.Struct("<I")
@@ -108,7 +108,7 @@ class LogClient:
     Make it in a running loop. `closed` resolves when the owner is gone.
     """
 
-    _PROMPTS = 4096  # remembered, so that a group's prompt is stored once
+    _SHARED = 4096  # remembered, so that a group's prompt and equal contents are stored once
 
     def __init__(self, socket_path: Path) -> None:
         self._path = socket_path
@@ -117,7 +117,7 @@ class LogClient:
         self._queue: _Sent = []
         self._frames: list[bytes] = []
         self._sent: deque[_Sent] = deque()
-        self._prompts: dict[str, asyncio.Future[Receipt]] = {}
+        self._shared: dict[str, asyncio.Future[Receipt]] = {}
         self._task: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> LogClient:
@@ -142,7 +142,7 @@ class LogClient:
         be stored or not: append it again to the next owner, equal records count once). Records become durable in the
         order of the calls. Raises TypeError or ValueError at once when the record's meta is not JSON.
         """
-        known = self._prompts.get(record.hash) if record.kind is Kind.PROMPT else None
+        known = self._shared.get(record.hash) if record.kind in SHARED else None
         if known is not None and not (known.done() and (known.cancelled() or known.exception())):
             return known
         frame = record.frame()
@@ -150,10 +150,10 @@ class LogClient:
         if self.closed.done():
             future.set_exception(self._error())
             return future
-        if record.kind is Kind.PROMPT:
-            self._prompts[record.hash] = future
-            if len(self._prompts) > self._PROMPTS:
-                del self._prompts[next(iter(self._prompts))]
+        if record.kind in SHARED:
+            self._shared[record.hash] = future
+            if len(self._shared) > self._SHARED:
+                del self._shared[next(iter(self._shared))]
         if not self._queue:
             asyncio.get_running_loop().call_soon(self._send)
         self._queue.append((record, len(frame), future))

@@ -109,9 +109,10 @@ class Log:
     """The owner's side. One instance per node and run folder: StoreError when another live process owns the node's log.
 
     `commit_interval_s` is the least time between the starts of two syncs; where syncs are slow it grows, so that they
-    take a fifth of the time at the most, up to MAX_INTERVAL_S. An append that comes later than that after the last sync
-    waits for nothing but its own. On a disk or quota that is used up appends wait for space, for `full_patience_s`,
-    before they fail; `full` says so meanwhile. `sync`: in place of fdatasync, to see what slow ones cost.
+    take a fifth of the time at the most, up to MAX_INTERVAL_S; 0: sync at once, whatever it costs. An append that comes
+    later than that after the last sync waits for nothing but its own. On a disk or quota that is used up appends wait
+    for space, for `full_patience_s`, before they fail; `full` says so meanwhile. `sync`: in place of fdatasync, to see
+    what slow ones cost.
 
     `scratch`: a folder on this node's disk. Segments are written there then, and move to `folder` when they are closed:
     what is acknowledged survives all but the loss of the node, and other nodes read it only after that.
@@ -192,7 +193,7 @@ class Log:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._wake.wait(), self._left_s())
             if self._waiting:
-                interval_s = max(self._interval_s, min(5 * self.sync_s, MAX_INTERVAL_S))
+                interval_s = max(self._interval_s, min(5 * self.sync_s, MAX_INTERVAL_S)) if self._interval_s else 0.0
                 pause = self._synced_at + interval_s - self._clock()
                 if pause > 0 and not self._closed:
                     await asyncio.sleep(pause)

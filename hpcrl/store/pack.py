@@ -5,6 +5,7 @@ A trajectory's records lie side by side, in the order that they were added; equa
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import numpy as np
 from crc32c import crc32c
 
-from hpcrl.store.records import COLUMNS, Kind, Parts
+from hpcrl.store.records import COLUMNS, Kind, Parts, from_json
 from hpcrl.store.rows import FRAGMENT, STEPS, TRAJECTORIES, Row, Table, number, summarize, table, version_range
 
 REWARDS: Mapping[str, str] = {
@@ -33,6 +34,7 @@ TRANSITIONS: Mapping[str, str] = {
     "boot_id": "S",
 }
 _KEPT = frozenset({Kind.ADOPT, Kind.END, Kind.REWARD, Kind.TRANSITION})  # whose meta becomes columns
+_KINDS = {int(kind): kind for kind in Kind}
 _DEFAULTS = {name: np.array([default], dtype).tobytes() for name, (dtype, default) in COLUMNS.items()}
 
 
@@ -47,6 +49,17 @@ class _Item:
     arrays: Mapping[str, memoryview]
 
 
+def _sampled(arrays: Mapping[str, memoryview]) -> tuple[int, int, int]:
+    """The lowest and the highest version of the sampled tokens (-1 without), and how many these are."""
+    sampled, versions = arrays.get("sampled", b""), arrays.get("versions", b"")
+    count = bytes(sampled).count(1)
+    if 0 < count == len(sampled) and versions == bytes(versions[:4]) * count:
+        (version,) = np.frombuffer(versions[:4], "<i4").tolist()
+        return version, version, count
+    found = np.frombuffer(versions, "<i4")
+    return *version_range(found[np.frombuffer(sampled, "?")] if len(found) == len(sampled) else found), count
+
+
 class Packer:
     def __init__(self) -> None:
         self._items: dict[str, dict[bytes, _Item]] = {}
@@ -59,31 +72,26 @@ class Packer:
     def add(self, source: int, offset: int, kind: int, digest: bytes, parts: Parts) -> None:
         """A frame's kind, hash and payload (as `records.split` cuts it), and where it lay; the payload is kept."""
         head, text, arrays = parts
-        items = self._items.setdefault(head["trajectory"], {})
+        items = self._items.setdefault(head.trajectory, {})
         if digest in items:
             return
-        meta = head["meta"]
         name = digest.hex()
-        sampled = bytes(arrays.get("sampled", b""))
-        versions = np.frombuffer(arrays["versions"], "<i4") if "versions" in arrays else np.empty(0, "<i4")
-        if len(sampled) == len(versions):
-            versions = versions[np.frombuffer(sampled, "?")]
-        low, high = version_range(versions)
+        low, high, num_sampled = _sampled(arrays) if "sampled" in arrays or "versions" in arrays else (-1, -1, 0)
         row = Row(
-            hash=name, parent=head["parent"], root=str(meta.get("root") or ""), kind=Kind(kind),
-            attempt=head["attempt"], step=head["step"], wall=number(meta.get("wall")),
-            num_tokens=head["arrays"].get("ids", 0), num_sampled=sampled.count(1), min_version=low, max_version=high,
-            node="", segment=0, offset=offset, file="", at=0,
+            name, head.parent, head.meta.root or "", _KINDS[kind], head.attempt, head.step,
+            math.nan if head.meta.wall is None else head.meta.wall, head.arrays.get("ids", 0), num_sampled, low, high,
+            "", 0, offset, "", 0,
         )  # fmt: skip
         items[digest] = _Item(row, source, text, arrays)
         if kind in _KEPT:
-            self._metas[name] = meta
+            self._metas[name] = from_json(text)["meta"]
 
     def pack(self, nodes: list[str]) -> tuple[dict[str, Table], dict[str, list[Buffer]]]:
         """The tables, and the columns in pieces, which are views of what was added. `nodes`: of each source."""
         steps: list[tuple[Any, ...]] = []
         summaries: list[tuple[Any, ...]] = []
         parts: dict[str, list[Buffer]] = {name: [] for name in (*COLUMNS, "meta")}
+        columns = [(name, dtype.itemsize, parts[name]) for name, (dtype, _) in COLUMNS.items()]
         token = letter = 0
         for index, (trajectory, items) in enumerate(self._items.items()):
             first = len(steps)
@@ -91,12 +99,12 @@ class Packer:
                 row = item.row
                 row.node = nodes[item.source]
                 crcs = []
-                for name, (dtype, _) in COLUMNS.items():
+                for name, size, pieces in columns:
                     part = item.arrays.get(name)
                     if part is None:
-                        part = self._fill(name, row.num_tokens * dtype.itemsize)
+                        part = self._fill(name, row.num_tokens * size)
                     crcs.append(crc32c(part))
-                    parts[name].append(part)
+                    pieces.append(part)
                 parts["meta"].append(item.text)
                 steps.append((
                     row.kind, index, row.attempt, row.step, row.hash, row.parent, row.root, row.wall, token,

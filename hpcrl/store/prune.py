@@ -1,7 +1,7 @@
 """Makes room: removes the oldest shards, beyond a size to keep, but nothing that the run still needs.
 
     shards, the newest first, as many as fit -> kept
-    of the others:  needed records, those of trajectories that go on in what is kept, prompts that these name
+    of the others:  needed records, those of trajectories that go on in what is kept, prompts and contents of these
         more than half of a shard -> it is kept too;   else -> carried into a new shard, then the old one goes
 
 So no trajectory that is left is cut in two. `shards/pruned.json` names the shards that went, and when.
@@ -22,7 +22,7 @@ from hpcrl.store.compact import SHARD_BYTES, claim, provenance, shard_path, shar
 from hpcrl.store.index import Store
 from hpcrl.store.ledger import entries, lineage
 from hpcrl.store.pack import Packer
-from hpcrl.store.records import split
+from hpcrl.store.records import Kind, split
 from hpcrl.store.rows import Row, text
 from hpcrl.store.segment import CLOSED, OPEN, read_header, segments
 from hpcrl.store.shard import SEGMENTS, Shard, write_shard
@@ -162,12 +162,13 @@ def _bytes(steps: Any) -> int:
 
 def _carry(store: Store, needs: Mapping[str, str], kept: Mapping[str, str], sizes: Mapping[str, int]) -> _Choice:
     """What of the shards that aren't kept must stay: records of needed trajectories, of those that go on in what is
-    kept, and the prompts that these or kept records name."""
+    kept, and the prompts and contents that these or kept records name."""
     choice = _Choice(kept={name: kept[name] for name in sizes if name in kept})
     seen: dict[str, set[str]] = {}  # trajectory -> hashes that are kept or carried
     roots = store.fresh_roots()
     for name in kept:
         roots |= {root.decode() for root in np.unique(store.shard(name).whole("steps")["root"]).tolist()}
+    left = {trajectory for name in kept for trajectory in store.shard(name).ids}
     for name in sizes:
         shard = store.shard(name)
         for number, trajectory in enumerate(() if name in kept else shard.ids):
@@ -184,8 +185,13 @@ def _carry(store: Store, needs: Mapping[str, str], kept: Mapping[str, str], size
                 choice.reasons[needs.get(trajectory, CONTINUES)] += 1
             seen[trajectory] |= {row.hash for row in rows}
             roots |= {row.root for row in rows}
-    for name in sorted(sizes, key=lambda name: name not in kept):  # a prompt that a kept shard has needn't be carried
-        for number, rows in _prompts(store.shard(name)):
+            left.add(trajectory)
+    going = [row for name in sizes if name not in kept for _, rows in _shared(store.shard(name)) for row in rows]
+    if any(row.kind is Kind.CONTENT for row in going):  # to know who names them, records must be read
+        left |= {trajectory for trajectory in store.names() if store.is_fresh(trajectory)}
+        roots |= {hash[:32] for trajectory in left for hash in store.contents(trajectory)}
+    for name in sorted(sizes, key=lambda name: name not in kept):  # what a kept shard has needn't be carried
+        for number, rows in _shared(store.shard(name)):
             at = [at for at, row in enumerate(rows) if row.hash in roots]
             roots -= {rows[at].hash for at in at}
             if at and name not in kept:
@@ -193,7 +199,7 @@ def _carry(store: Store, needs: Mapping[str, str], kept: Mapping[str, str], size
     return choice
 
 
-def _prompts(shard: Shard) -> Iterable[tuple[int, list[Row]]]:
+def _shared(shard: Shard) -> Iterable[tuple[int, list[Row]]]:
     return ((number, shard.rows(number)) for number, name in enumerate(shard.ids) if not name)
 
 

@@ -6,7 +6,7 @@
 The chain of a trajectory, each record naming its parent by hash:
 
     ADOPT -> ACT -> OBSERVE -> ACT -> … -> END
-             |root                                     PROMPT (shared by a group), REWARD, TRANSITION: off the chain
+             |root                     off the chain: PROMPT, CONTENT (shared by all that name them), REWARD, TRANSITION
 
 The invariant by which a context comes back: the ids of the PROMPT that the newest `root` names, then the ids of the
 record that names it and of every record after that, in chain order.
@@ -14,27 +14,30 @@ record that names it and of every record after that, in chain order.
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import itertools
 import json
+import math
 import re
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
-from functools import cached_property
-from hashlib import blake2b
-from typing import Any
+from hashlib import blake2b, sha256
+from typing import Any, Generic, TypeVar
 
+import msgspec
 import numpy as np
 from crc32c import crc32c
 from numpy.typing import ArrayLike, NDArray
 
 from hpcrl.types import BoolArray, Float32Array, Int32Array, StoreError
 
-FORMAT = 2
+FORMAT = 3  # 2: no CONTENT, the header's JSON was all ASCII, its hash blake2b
 FRAME = struct.Struct("<IBI16s")
 LENGTH = struct.Struct("<I")
+_T = TypeVar("_T")
 MAX_PAYLOAD = 1 << 30  # bytes; a longer length is damage, not a record
 
 
@@ -46,9 +49,11 @@ class Kind(IntEnum):
     END = 5  # the attempt's terminal record
     REWARD = 6  # a score given beside the chain
     TRANSITION = 7  # a change of state
+    CONTENT = 8  # bytes that other records name by their SHA-256: media, tool output that the model didn't see
 
 
 CHAINED = frozenset({Kind.ADOPT, Kind.ACT, Kind.OBSERVE, Kind.END})
+SHARED = frozenset({Kind.PROMPT, Kind.CONTENT})  # of no trajectory; keyed by what they hold alone
 
 # The meta keys that a record of each kind must have (docs/store-format.md); `store verify --deep` refuses one without.
 REQUIRED: Mapping[Kind, tuple[str, ...]] = {
@@ -69,6 +74,7 @@ REQUIRED: Mapping[Kind, tuple[str, ...]] = {
     ),
     Kind.REWARD: ("source", "value", "wall"),
     Kind.TRANSITION: ("state", "fault", "waited_s", "wall", "mono", "boot_id"),
+    Kind.CONTENT: ("data",),
 }
 # The keys of each element of the lists within.
 REQUIRED_WITHIN: Mapping[tuple[Kind, str], tuple[str, ...]] = {
@@ -85,20 +91,36 @@ COLUMNS: Mapping[str, tuple[np.dtype[Any], Any]] = {  # of tokens: dtype, value 
 }
 
 
+_SIZES = [(name, dtype.itemsize) for name, (dtype, _) in COLUMNS.items()]
 NO_IDS = np.empty(0, "<i4")
 NO_LOGPROBS = np.empty(0, "<f4")
 NO_SAMPLED = np.empty(0, "?")
+
+
+class lazy(Generic[_T]):
+    """functools.cached_property without its lock, which takes a microsecond before Python 3.12."""
+
+    def __init__(self, make: Callable[[Any], _T]) -> None:
+        self._make = make
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, instance: Any, owner: type | None = None) -> _T:
+        made = instance.__dict__[self._name] = self._make(instance)
+        return made
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Record:
     """One record. `ids` [T]; the other arrays are [T], or empty where the policy sampled none of the tokens.
 
-    Equal content has an equal `hash`, in whatever file it lies. A PROMPT's hash is that of its ids alone.
+    Equal content has an equal `hash`, in whatever file it lies. That of a PROMPT is made of its ids alone, that of a
+    CONTENT is the first half of its data's SHA-256.
     """
 
     kind: Kind
-    trajectory: str = ""  # "" for PROMPT
+    trajectory: str = ""  # "" for PROMPT and CONTENT
     attempt: int = 0
     step: int = -1  # -1 before the first step
     parent: str = ""  # hash of the record before it on the chain; "" for a first ADOPT and off the chain
@@ -116,7 +138,7 @@ class Record:
             assert array.ndim == 1 and len(array) in (0, len(self.ids)), f"{name}: {array.shape}, ids {len(self.ids)}"
             object.__setattr__(self, name, array)
 
-    @cached_property
+    @lazy
     def hash(self) -> str:
         """32 hexadecimal characters. A record that was read has the one that was stored with it; `true_hash` is made
         anew."""
@@ -126,10 +148,22 @@ class Record:
     def true_hash(self) -> str:
         if self.kind is Kind.PROMPT:
             return prompt_hash(self.ids)
-        return blake2b(self.payload, digest_size=16).hexdigest()
+        if self.kind is Kind.CONTENT:
+            return sha256(self.data).hexdigest()[:32]
+        made = sha256(self.payload).hexdigest()[:32]
+        stored: str = self.__dict__.get("hash", made)
+        if stored != made and stored == blake2b(self.payload, digest_size=16).hexdigest():
+            return stored  # of a format before 3
+        return made
 
-    @cached_property
+    @property
+    def data(self) -> bytes:
+        """What a CONTENT holds."""
+        return base64.b64decode(self.meta["data"], validate=True)
+
+    @lazy
     def payload(self) -> bytes:
+        arrays = {name: array for name in COLUMNS if len(array := getattr(self, name))}
         head = {
             "kind": int(self.kind),
             "trajectory": self.trajectory,
@@ -137,13 +171,11 @@ class Record:
             "step": self.step,
             "parent": self.parent,
             "meta": self.meta,
-            "arrays": {name: len(getattr(self, name)) for name in COLUMNS if len(getattr(self, name))},
+            "arrays": {name: len(array) for name, array in arrays.items()},
         }
-        # ASCII, so that a lone surrogate in a tool's output is stored too; sorted, so that equal content gives equal
-        # bytes; padded, so that the arrays are aligned where they lie.
-        text = json.dumps(head, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
-        text += b" " * (-len(text) % 4)
-        return b"".join((LENGTH.pack(len(text)), text, *(getattr(self, name).tobytes() for name in COLUMNS)))
+        text = to_json(head)
+        text += b" " * (-len(text) % 4)  # so that the arrays are aligned where they lie
+        return b"".join((LENGTH.pack(len(text)), text, *arrays.values()))
 
     def encode(self) -> bytes:
         """The payload. Raises TypeError or ValueError when `meta` is not JSON."""
@@ -153,10 +185,12 @@ class Record:
     def decode(cls, payload: bytes, hash: str = "") -> Record:
         """`hash`: as it was stored with the payload. Raises StoreError when the bytes are no record."""
         try:
-            head, _, arrays = split(payload)
+            text, rest = _cut(payload)
+            head = from_json(text)
+            arrays = _arrays(rest, head.pop("arrays"))
             values = {name: np.frombuffer(view, COLUMNS[name][0]) for name, view in arrays.items()}
-            head.pop("arrays")
             record = cls(**{**head, **values, "kind": Kind(head["kind"])})
+            _ = record.data if record.kind is Kind.CONTENT else b""
         except (struct.error, ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
             raise StoreError(f"not a record: {error}") from error
         record.__dict__["payload"] = payload
@@ -195,6 +229,24 @@ def prompt(ids: ArrayLike) -> Record:
     return Record(kind=Kind.PROMPT, ids=np.asarray(ids, COLUMNS["ids"][0]))
 
 
+def content(data: bytes) -> Record:
+    """The CONTENT record of these bytes."""
+    return Record(kind=Kind.CONTENT, meta={"data": base64.b64encode(data).decode()})
+
+
+def named(meta: Mapping[str, Any]) -> list[str]:
+    """The contents that a record's meta names, by their SHA-256."""
+    rows = (*(meta.get("parts") or ()), *(meta.get("results") or ()))
+    return [row[key] for row in rows for key in ("media", "content") if row.get(key)] + list(meta.get("contents") or ())
+
+
+def sound(record: Record) -> Record:
+    """As it must have been: a hash of what a shared record holds doesn't cover the rest of it, but that is known."""
+    if record.kind is Kind.CONTENT:
+        return content(record.data)
+    return prompt(record.ids) if record.kind is Kind.PROMPT else record
+
+
 def prompt_hash(ids: Int32Array) -> str:
     return blake2b(np.ascontiguousarray(ids, "<i4").tobytes(), digest_size=16, person=b"prompt").hexdigest()
 
@@ -204,27 +256,97 @@ def checksum(kind: int, digest: bytes, payload: bytes | memoryview) -> int:
     return int(crc32c(payload, crc32c(bytes((kind,)) + digest)))
 
 
-_decode = json.JSONDecoder().raw_decode  # without looking for white space
+_encode = msgspec.json.Encoder(order="sorted").encode
+_SIMPLE, _KEYS = frozenset({str, int, bool, type(None)}), frozenset({str})
 
-Parts = tuple[dict[str, Any], memoryview, Mapping[str, memoryview]]
+
+def to_json(value: Mapping[str, Any]) -> bytes:
+    """Compact and sorted, so that equal content gives equal bytes. Raises TypeError or ValueError for what is no JSON.
+
+    UTF-8; ASCII where there is a lone surrogate, as in a tool's output, which UTF-8 has no bytes for.
+    """
+    try:
+        if _is_plain(value):
+            return _encode(value)
+    except (ValueError, OverflowError, RecursionError):
+        pass
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether it is what JSON has, and nothing that would silently become that. Not of what is huge, or in itself."""
+    todo = [value]
+    for one in todo:
+        kind = type(one)
+        if kind is dict:
+            if not _KEYS.issuperset(map(type, one)):
+                return False
+            todo += one.values()
+        elif kind is list or kind is tuple:
+            todo += one
+        elif kind not in _SIMPLE and not (kind is float and math.isfinite(one)):
+            return False
+        if len(todo) > 100_000:
+            return False
+    return True
+
+
+def from_json(text: bytes | memoryview) -> Any:
+    """Raises ValueError."""
+    try:
+        return msgspec.json.decode(text)
+    except msgspec.DecodeError:  # of a lone surrogate, for one
+        return json.loads(bytes(text))
+
+
+class Skimmed(msgspec.Struct):
+    """Of a header, what places a record: of the rest no objects are made."""
+
+    class Meta(msgspec.Struct):
+        root: str | None = None
+        wall: float | None = None
+
+    trajectory: str
+    attempt: int
+    step: int
+    parent: str
+    arrays: dict[str, int]
+    meta: Meta
+
+
+_skim = msgspec.json.Decoder(Skimmed).decode
+Parts = tuple[Skimmed, memoryview, Mapping[str, memoryview]]
 
 
 def split(payload: bytes | memoryview) -> Parts:
     """A payload's header, the header's JSON, and the bytes of each array that is there. Raises ValueError, KeyError."""
+    text, rest = _cut(payload)
+    try:
+        head = _skim(text)
+    except msgspec.DecodeError:  # a root or time that is none
+        whole = from_json(text)
+        root, wall = whole["meta"].get("root"), whole["meta"].get("wall")
+        meta = Skimmed.Meta(str(root or ""), float(wall) if isinstance(wall, int | float) else None)
+        head = Skimmed(**{name: whole[name] for name in Skimmed.__struct_fields__ if name != "meta"}, meta=meta)
+    return head, text, _arrays(rest, head.arrays)
+
+
+def _cut(payload: bytes | memoryview) -> tuple[memoryview, memoryview]:
+    """The header's JSON, and what follows."""
     view = memoryview(payload)
-    (size,) = LENGTH.unpack_from(view)
-    start = LENGTH.size + size
-    text = view[LENGTH.size : start]
-    head = _decode(str(text, "ascii"))[0]
-    arrays = {}
-    for name, (dtype, _) in COLUMNS.items():
-        count = head["arrays"].get(name, 0)
-        if count:
-            arrays[name] = view[start : start + count * dtype.itemsize]
-            start += count * dtype.itemsize
-    if start != len(view):
-        raise ValueError(f"payload of {len(view)} bytes where its header says {start}")
-    return head, text, arrays
+    start = LENGTH.size + LENGTH.unpack_from(view)[0]
+    return view[LENGTH.size : start], view[start:]
+
+
+def _arrays(rest: memoryview, counts: Mapping[str, int]) -> dict[str, memoryview]:
+    arrays, start = {}, 0
+    for name, size in _SIZES:
+        if count := counts.get(name, 0):
+            arrays[name] = rest[start : start + count * size]
+            start += count * size
+    if start != len(rest):
+        raise ValueError(f"arrays of {len(rest)} bytes where the header says {start}")
+    return arrays
 
 
 def missing(record: Record) -> list[str]:
@@ -272,14 +394,13 @@ def find_frame(data: bytes, start: int) -> tuple[int, int, bytes, memoryview, in
         payload = _payload_at(data, offset + FRAME.size)
         if payload is not None:
             with contextlib.suppress(StoreError):
-                record = Record.decode(bytes(payload))
+                record = Record.decode(bytes(payload), digest.hex())
                 true = bytes.fromhex(record.true_hash)
                 end = offset + FRAME.size + len(payload)
                 if checksum(record.kind, true, payload) == crc:
                     return offset, record.kind, true, payload, end
-                if true == digest:  # a PROMPT's is that of its ids alone: the rest of it is known
-                    sound = prompt(record.ids) if record.kind is Kind.PROMPT else record
-                    return offset, record.kind, true, memoryview(sound.payload), end
+                if true == digest:
+                    return offset, record.kind, true, memoryview(sound(record).payload), end
     return None
 
 

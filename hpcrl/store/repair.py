@@ -31,7 +31,7 @@ from hpcrl.types import StoreError
 class Lost:
     """A record that could not be rescued, as far as what is left of it tells; "" or None where that is damaged too."""
 
-    trajectory: str | None  # "" of a PROMPT
+    trajectory: str | None  # "" of a PROMPT or CONTENT
     attempt: int | None
     step: int | None
     kind: str
@@ -39,7 +39,7 @@ class Lost:
     sure: bool  # whether all of that was under a checksum that is right
 
     def __str__(self) -> str:
-        of = "?" if self.trajectory is None else self.trajectory or "a prompt"
+        of = "?" if self.trajectory is None else self.trajectory or "all"
         attempt, step = ("?" if value is None else value for value in (self.attempt, self.step))
         doubt = "" if self.sure else ", as far as can be made out"
         return f"{self.kind or '?'} of {of}, attempt {attempt}, step {step}, hash {self.hash or '?'}{doubt}"
@@ -118,7 +118,8 @@ def _repair(paths: RunPaths, path: Path, damaged: Mapping[Path, str]) -> Repaire
         wanted = {record.hash for record, _, _ in found.records} | {lost.hash for lost in all_lost}
         elsewhere = _elsewhere(paths, wanted, damaged)
         fresh = [row for row in found.records if row[0].hash not in elsewhere]
-        lost = tuple(row for row in all_lost if row.hash not in elsewhere)
+        there = elsewhere | {record.hash for record, _, _ in found.records}  # a prompt, say, that lies here twice
+        lost = tuple(row for row in all_lost if row.hash not in there)
         shard, rescued = "", 0
         if fresh:
             shard = str(shard_path(paths, number))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import io
 import itertools
-import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,13 +20,13 @@ from numpy.typing import NDArray
 from hpcrl.store.records import (
     COLUMNS,
     LENGTH,
-    Kind,
     Record,
     Torn,
     find_frame,
-    prompt,
+    from_json,
     raw_frame,
     remains,
+    sound,
     what_is_left,
 )
 from hpcrl.store.rows import Table
@@ -186,16 +185,16 @@ def _salvage(found: Mapping[str, Table], steps: Table, columns: Mapping[str, NDA
 def _intact(row: Any, columns: Mapping[str, NDArray[Any]], first: int, head: bytes) -> Record | None:
     """The record whose header is `head` and whose tokens begin at `first`, when it is the row's."""
     try:
-        counts = json.loads(head)["arrays"]
+        counts = from_json(head)["arrays"]
         whole = {name: columns[name][first : first + counts.get("ids", 0)] for name in COLUMNS}
         arrays = [whole[name][: counts[name]].tobytes() for name in COLUMNS if name in counts]
-        record = Record.decode(b"".join((LENGTH.pack(len(head)), head, *arrays)))
+        record = Record.decode(b"".join((LENGTH.pack(len(head)), head, *arrays)), _plain(row["hash"]))
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
     if record.true_hash == _plain(row["hash"]):
-        return prompt(record.ids) if record.kind is Kind.PROMPT else record
+        return sound(record)
     sums = [crc32c(head) == row["crc_meta"], *(crc32c(whole[name].tobytes()) == row[f"crc_{name}"] for name in COLUMNS)]
-    return record if all(sums) else None
+    return Record.decode(record.payload) if all(sums) else None  # the row's hash is what is damaged
 
 
 def _plain(value: Any) -> Any:

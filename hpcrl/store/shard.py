@@ -31,11 +31,11 @@ from numpy.typing import NDArray
 
 from hpcrl.layout import by_name, publishing
 from hpcrl.store.pack import Buffer, Packer
-from hpcrl.store.records import COLUMNS, LENGTH, Kind, NewerError, Record
+from hpcrl.store.records import COLUMNS, LENGTH, Kind, NewerError, Record, from_json
 from hpcrl.store.rows import Row, Table, table, text
 from hpcrl.types import StoreError
 
-SCHEMA = 1
+SCHEMA = 2  # 1: no CONTENT, and headers in text/meta were all ASCII
 MAGIC = b"hpcrlshd"
 _HEAD = Struct("<8sII")  # magic, bytes of the user block, bytes of the JSON
 _CRC = Struct("<I")
@@ -67,10 +67,10 @@ def write_shard(
     places: dict[str, list[Any]] = {}  # as the directory has them: offset, count, dtype, CRC
     for name, pieces in parts.items():
         dtype = tables[name].dtype if name in tables else _DTYPES[name]
-        crc = size = 0
-        for piece in pieces:
-            crc, size = crc32c(piece, crc), size + memoryview(piece).nbytes
-        places[name] = [1 << 60, size // dtype.itemsize, _descr(dtype), crc]
+        crc = 0
+        for piece in pieces:  # not of what lies in the file then: a write may be lost
+            crc = crc32c(piece, crc)
+        places[name] = [1 << 60, sum(map(len, pieces)) // dtype.itemsize, _descr(dtype), crc]
     head = {"schema": SCHEMA, "bytes": 1 << 60, "crc32c": 1 << 32, "datasets": places, "attrs": dict(attrs)}
     block = 4096
     while block < _HEAD.size + _CRC.size + len(json.dumps(head)):
@@ -155,7 +155,7 @@ def _skeleton(block: int, places: Mapping[str, list[Any]], attrs: Mapping[str, A
 
 def _write_at(fd: int, offset: int, pieces: Sequence[Buffer]) -> None:
     for start in range(0, len(pieces), _IOV_MAX):
-        batch = [memoryview(piece).cast("B") for piece in pieces[start : start + _IOV_MAX]]
+        batch = list(pieces[start : start + _IOV_MAX])  # of bytes each, so that len says how many
         while batch:
             written = os.pwritev(fd, batch, offset)
             offset += written
@@ -288,14 +288,14 @@ class Shard:
 
     def header(self, row: int) -> dict[str, Any]:
         """The header of a row (kind, …, meta), without its tokens."""
-        found: dict[str, Any] = json.loads(bytes(self.slices("meta", self._one(row))))
+        found: dict[str, Any] = from_json(bytes(self.slices("meta", self._one(row))))
         return found
 
     def record(self, row: int) -> Record:
         """Raises StoreError naming the file when a checksum differs."""
         step = self._one(row)
         head = bytes(self.slices("meta", step))
-        present = json.loads(head)["arrays"]
+        present = from_json(head)["arrays"]
         arrays = [self.slices(name, step).tobytes() for name in COLUMNS if name in present]
         return Record.decode(b"".join((LENGTH.pack(len(head)), head, *arrays)), step["hash"][0].decode())
 

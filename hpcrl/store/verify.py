@@ -14,7 +14,7 @@ from hpcrl.layout import RunPaths, read_json
 from hpcrl.store.compact import shards
 from hpcrl.store.index import Store
 from hpcrl.store.ledger import entries, lineage, trained_twice
-from hpcrl.store.records import CHAINED, missing
+from hpcrl.store.records import CHAINED, missing, named
 from hpcrl.store.rows import Row
 from hpcrl.store.segment import CLOSED, OPEN, segments
 from hpcrl.store.shard import Shard
@@ -35,6 +35,7 @@ class VerifyReport:
     open_trajectories: int
     orphans: int  # records of lower attempts, off the chain
     damaged: int  # files and records whose checksum or hash differs
+    missing_contents: int  # of the records read: contents that they name and that aren't here
     missing_parents: int  # records whose parent, or whose root prompt, isn't here
     out_of_order: int  # records acknowledged before their parent
     lacking_fields: int  # of the records read: fields that docs/store-format.md requires
@@ -70,25 +71,26 @@ def verify(paths: RunPaths, *, deep: bool = False) -> VerifyReport:
             except StoreError as error:
                 if path.name not in store.damaged:
                     problem("damaged", str(error))
-        prompts = store.prompts()
+        prompts, shared = store.prompts(), set[str]()
         num_records = num_read = trajectories = open_trajectories = orphans = 0
         for trajectory in ("", *store.names()):
             try:
-                rows = store.rows(trajectory) if trajectory else prompts
+                rows = store.rows(trajectory)
                 info = store.info(trajectory) if trajectory else None
             except StoreError as error:
                 problem("damaged", str(error))
                 continue
+            shared = shared if trajectory else set(rows)
             num_records += len(rows)
             if info is not None:
                 trajectories += 1
                 open_trajectories += info.status == "open"
                 orphans += info.num_orphans
             for row in rows.values():
-                label = f"{row.kind.name} {row.hash} of {trajectory or 'a prompt'}"
+                label = f"{row.kind.name} {row.hash} of {trajectory or 'all'}"
                 if deep:
                     num_read += 1
-                    for kind, text in _read(store, trajectory, row, label):
+                    for kind, text in _read(store, trajectory, row, label, shared):
                         problem(kind, text)
                 for name, hash, known in (("parent", row.parent, rows), ("root", row.root, prompts)):
                     if hash and hash not in known:
@@ -116,6 +118,7 @@ def verify(paths: RunPaths, *, deep: bool = False) -> VerifyReport:
         open_trajectories=open_trajectories,
         orphans=orphans,
         damaged=len(problems.get("damaged", ())),
+        missing_contents=len(problems.get("contents", ())),
         missing_parents=len(problems.get("parents", ())),
         out_of_order=len(problems.get("order", ())),
         lacking_fields=len(problems.get("lacking", ())),
@@ -128,7 +131,7 @@ def verify(paths: RunPaths, *, deep: bool = False) -> VerifyReport:
     )
 
 
-def _read(store: Store, trajectory: str, row: Row, label: str) -> Iterator[tuple[str, str]]:
+def _read(store: Store, trajectory: str, row: Row, label: str, shared: set[str]) -> Iterator[tuple[str, str]]:
     """(kind, text) of what is wrong with one record itself."""
     try:
         record = store.record(trajectory, row.hash)
@@ -139,3 +142,6 @@ def _read(store: Store, trajectory: str, row: Row, label: str) -> Iterator[tuple
         yield "damaged", f"{label}: its hash differs, {record.true_hash}"
     for key in missing(record):
         yield "lacking", f"{label}: no field {key}"
+    for hash in named(record.meta):
+        if hash[:32] not in shared:
+            yield "contents", f"{label}: the content {hash} that it names is missing"

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from hpcrl.config import Config
 from hpcrl.layout import RunPaths
+from hpcrl.rollout.caps import load_cap
 from hpcrl.rollout.loop import AttemptFault, History, Loop, Where, history_of, unbegun
 from hpcrl.rollout.render import Renderer
 from hpcrl.rollout.scripted import ScriptedEngine
@@ -100,6 +101,7 @@ class Host:
         self._paths, self._config, self._where, self._concurrent = paths, config, where, concurrent
         self._slots = asyncio.Semaphore(concurrent)
         self._family, self._renderer, self._log, self._supervisor = family, renderer, log, supervisor
+        self._cap = load_cap(config.tools)
         self._engines = [Busy(engine) for engine in engines]
         self._security = security(paths)
         self._lines: dict[str, Line] = {}
@@ -159,7 +161,7 @@ class Host:
         sandbox = self._sandbox(ticket)
         loop = Loop(
             ticket, engine=engine, environment=environment, sandbox=sandbox, log=self._log, renderer=self._renderer,
-            where=self._where, history=history, slot=self._slots, on_receipt=self._receipts.append,
+            where=self._where, history=history, cap=self._cap, slot=self._slots, on_receipt=self._receipts.append,
         )  # fmt: skip
         task = asyncio.create_task(self._run(loop, sandbox), name=ticket.trajectory)
         self._loops[ticket.trajectory] = (ticket, loop, task)

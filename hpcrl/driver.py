@@ -222,7 +222,7 @@ class Driver:
         """One attempt as a Dask task: submit, wait, tell flow how it ended."""
         if ticket.attempt > 1 and not ticket.adopt:
             async with self._reading:
-                await asyncio.to_thread(self._store.refresh)
+                await asyncio.to_thread(self._store.refresh, anew=True)
                 head = self._store.head(ticket.trajectory) or ""
                 ended = self._store.ended(ticket.trajectory, head)
                 ticket = replace(ticket, adopt=head)
@@ -360,7 +360,9 @@ class Driver:
     def _command(self, path: Path) -> None:
         """Take a command that a login node left. A submitted task's file stays until its trajectory has ended."""
         try:
-            row = read_json(path) or {}
+            row = read_json(path)
+            if row is None:
+                return  # gone, though this node may list it for a while
             command = row.get("command")
             if command not in ("submit", "stop", "seal"):
                 raise ValueError(f"unknown command {command!r}")

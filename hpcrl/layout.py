@@ -9,8 +9,11 @@ import contextlib
 import errno
 import fnmatch
 import json
+import logging
 import os
+import shutil
 import socket
+import subprocess
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +21,11 @@ from typing import Any, TypeVar
 
 from hpcrl.types import StoreError
 
+logger = logging.getLogger(__name__)
+
 _T = TypeVar("_T")
+_STRIPES = (("64M", 1), ("1G", 4), ("-1", 8))  # a file's bytes up to here -> OSTs
+_QUIET: Any = {"capture_output": True, "text": True, "timeout": 60, "stdin": subprocess.DEVNULL}
 
 
 class _Under:
@@ -79,14 +86,17 @@ class RunPaths:
 
     def checkpointed(self) -> list[int]:
         """The updates that there are checkpoints of, whole or damaged, the newest first."""
-        names = [path.name.removeprefix("update-") for path in self.checkpoints.glob("update-*")]
+        names = [path.name.removeprefix("update-") for path in listed(self.checkpoints, "update-*", anew=True)]
         return sorted((int(name) for name in names if name.isdigit()), reverse=True)
 
     def make(self) -> None:
+        new = not self.log.exists()
         folders = (self.logs, self.submitit, self.control, self.inbox, self.log, self.shards, self.ledger)
         for folder in (*folders, self.progress, self.weights, self.checkpoints, self.evals):
             folder.mkdir(parents=True, exist_ok=True)
         self.control.chmod(0o700)
+        if new:
+            stripe(self.log, self.shards, self.weights, self.checkpoints)
 
     def private(self) -> Path:
         """A folder on this node, for sockets and process files, that only this user can enter.
@@ -165,14 +175,41 @@ def by_name(call: Callable[..., _T], *args: Any) -> _T:
     return call(*args)
 
 
-def listed(folder: Path, pattern: str = "*") -> list[Path]:
+def listed(folder: Path, pattern: str = "*", *, anew: bool = False) -> list[Path]:
     """What is in a folder, [] where there is none. Unlike `Path.glob` it raises OSError for one that can't be read: who
-    takes that for an empty folder does harm."""
+    takes that for an empty folder does harm.
+
+    On a network filesystem it may be what this node saw a minute ago: lack files, have some that are gone. With `anew`
+    it is what is there now, where we may write to the folder: a client that changes one (here its time) asks again.
+    """
+    if anew:
+        with contextlib.suppress(OSError):
+            os.utime(folder)
     try:
         names = by_name(os.listdir, folder)
     except FileNotFoundError:
         return []
     return [folder / name for name in fnmatch.filter(names, pattern)]
+
+
+def stripe(*folders: Path) -> None:
+    """On Lustre: the larger a file that is made below `folders`, the more OSTs it is spread over. Elsewhere nothing.
+
+    1 up to 64 MiB, 4 up to 1 GiB, 8 above, never more than there are. What fails is a warning: slower, not wrong.
+    """
+    if shutil.which("lfs") is None:
+        return
+    try:
+        if subprocess.run(["lfs", "getstripe", "-d", folders[0]], **_QUIET).returncode:
+            return
+        listing = subprocess.run(["lfs", "osts", folders[0]], check=True, **_QUIET).stdout
+        num_osts = sum("_UUID" in line and "INACTIVE" not in line for line in listing.splitlines())
+        counts = [part for end, most in _STRIPES for part in ("-E", end, "-c", str(max(1, min(most, num_osts))))]
+        for folder in folders:
+            subprocess.run(["lfs", "setstripe", *counts, folder], check=True, **_QUIET)
+    except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+        command = " ".join(map(str, error.cmd))
+        logger.warning("no stripes set: `%s`: %s", command, str(error.stderr or error).strip())
 
 
 def sync_folder(folder: Path) -> None:

@@ -322,7 +322,7 @@ def learner(paths: RunPaths, config: Config, control_number: int) -> None:
         low, high = config.launch.port_range
         port = free_port(low, high)
         publish_json(meeting, {"address": "127.0.0.1", "port": port})
-    row = _wait_for(meeting, 60)
+    row = _wait_for(meeting, 150)  # rank 0's node may be another: NFS shows a new file up to 60 s late
     watch = ControlWatch(paths, config)
     run_learner(
         paths, config, rank, world, row["address"], row["port"], lambda: stopping or watch.gone(), control_number

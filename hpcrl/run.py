@@ -69,4 +69,4 @@ class Run:
                     return
                 await asyncio.sleep(poll_s)
                 over = self._paths.stopped.exists()
-                await asyncio.to_thread(store.refresh)
+                await asyncio.to_thread(store.refresh, anew=over)

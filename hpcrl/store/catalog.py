@@ -13,6 +13,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from hashlib import sha256
@@ -30,6 +31,7 @@ from hpcrl.types import StoreError
 
 logger = logging.getLogger(__name__)
 
+SETTLE_S = 90.0  # after which each node sees what another did: NFS keeps what it knows of a folder for up to 60 s
 _NAMED = (Kind.ADOPT, Kind.END, Kind.REWARD)  # rows of segments whose meta is kept
 Place = tuple[Shard, int]  # a trajectory's fragment: the shard, and its number in the shard's table
 
@@ -48,6 +50,7 @@ class Catalog:
         self._shards: dict[str, Shard] = {}
         self._used: dict[str, Shard] = {}  # those that may hold a file open
         self._uids: set[str] = set()  # of segments that are in a shard
+        self._packed: set[str] = set()  # their names
         self._ends: dict[str, int | None] = {}  # segment -> bytes indexed, None when it is closed and done
         self._fds: dict[str, int] = {}
         self._places: dict[str, list[Place]] = {}
@@ -57,7 +60,7 @@ class Catalog:
         self._rescued: dict[str, Record] = {}  # of damaged files
         self._cache: dict[str, tuple[tuple[int, int], dict[str, Row]]] = {}
         try:
-            self.refresh()
+            self.refresh(anew=True)
         except BaseException:
             self.close()
             raise
@@ -82,28 +85,37 @@ class Catalog:
 
     # ---- taking in
 
-    def refresh(self) -> None:
-        """Take in what is new in the folder; costs in proportion to that. A file that is damaged goes to `damaged`."""
-        while not self._look():
-            pass
+    def refresh(self, *, anew: bool = False) -> None:
+        """Take in what is new in the folder; costs in proportion to that. A file that is damaged goes to `damaged`.
 
-    def _look(self) -> bool:
-        """One pass; False when a segment went away meanwhile (into a shard, so that another pass finds it)."""
-        # Segments are listed before shards: one that goes missing in between is in a shard that the next list has.
-        suffixes = (CLOSED, OPEN) if self._open_too else (CLOSED,)
-        listed = [path for suffix in suffixes for path in segments(self._paths.log, suffix)]
-        for path in shards(self._paths):
-            if path.name not in self._shards and path.name not in self.damaged:
-                with self._noting_damage(path):
-                    self._take_shard(path)
-        for path in listed:
-            try:
-                if path.name not in self.damaged:
+        What other nodes did of late may show only with `anew`, or at a later call, as the folder is on a network
+        filesystem (`layout.listed`). Where a file is listed and not to be found, this waits until either changes.
+        """
+        until, pause_s = time.monotonic() + SETTLE_S, 0.0
+        while unseen := self._look(anew):
+            if time.monotonic() > until:
+                logger.error("listed and not to be found, passed over: %s", ", ".join(sorted(map(str, unseen))))
+                return
+            time.sleep(pause_s)
+            anew, pause_s = True, min(pause_s + 0.1, 1.0)
+
+    def _look(self, anew: bool) -> set[Path]:
+        """One pass; the files that are listed and not to be found: a segment that went into a shard which is not listed
+        yet, or a name of which this node still believes that it isn't there."""
+        # Listed in the order that a record takes: what has gone from one list before it was made is in the next.
+        being_written = segments(self._paths.log, OPEN, anew=anew) if self._open_too else []
+        closed = segments(self._paths.log, CLOSED, anew=anew and not self._open_too)
+        new = [path for path in shards(self._paths, anew=anew) if path.name not in self._shards]
+        unseen: set[Path] = set()
+        for path in (*new, *closed, *being_written):
+            if path.name not in self.damaged:
+                try:
                     with self._noting_damage(path):
-                        self._take_segment(path)
-            except FileNotFoundError:
-                return False
-        return True
+                        (self._take_segment if path.suffix in (OPEN, CLOSED) else self._take_shard)(path)
+                except FileNotFoundError:
+                    unseen.add(path)
+        # An open one may be listed as a closed one, too.
+        return {path for path in unseen if path.stem not in self._packed and self._ends.get(path.stem, 0) is not None}
 
     @contextmanager
     def _noting_damage(self, path: Path) -> Iterator[None]:
@@ -133,6 +145,7 @@ class Catalog:
         self._changed()
         self._uids |= {text(uid) for uid in shard.sources["uid"].tolist()}
         for name in shard.sources["name"].tolist():
+            self._packed.add(Path(text(name)).stem)
             self._drop_segment(Path(text(name)).stem)
         for number, trajectory in enumerate(shard.ids):
             if self._wants(trajectory):
@@ -244,18 +257,20 @@ class Catalog:
 
     def record(self, trajectory: str, hash: str) -> Record:
         """Raises StoreError when it isn't here or is damaged."""
-        for again in (True, False):
+        until, pause_s = time.monotonic() + SETTLE_S, 0.0
+        while True:
             row = self.rows(trajectory).get(hash) if trajectory or hash not in self._prompts else self._prompts[hash]
             if row is None:
                 raise StoreError(f"{self._paths.root}: no record {hash}")
             try:
                 return self.read(row)
             except _Moved:
-                if not again:
+                if time.monotonic() > until:
                     raise
             self._forget_file(row.file)
-            self.refresh()  # its segment became a shard
-        raise AssertionError
+            time.sleep(pause_s)
+            pause_s = min(pause_s + 0.1, 1.0)
+            self.refresh(anew=True)  # its segment became a shard
 
     def content(self, hash: str) -> bytes:
         """The bytes that a record names by their SHA-256 (64 hexadecimal characters).

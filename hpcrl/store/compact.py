@@ -20,6 +20,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from hashlib import sha256
 from importlib import metadata
 from pathlib import Path
@@ -152,26 +153,35 @@ def _plan(
     paths: RunPaths, sources: dict[Path, set[str]], damaged: Sequence[str], shard_bytes: int, held: contextlib.ExitStack
 ) -> _Plan:
     """What is to do now. Unlinks segments that a shard has already; the claim stays in `held`."""
-    fresh, left_over = _fresh(paths, sources, damaged)
-    if not fresh:
-        _rival(paths, None)
-        return _Plan(left_over=left_over)
-    number = held.enter_context(claim(paths))
-    if isinstance(number, str):
-        return _Plan(left_over=left_over, refused=number)
+    left_over = 0
+    number: int | str = 0
     try:
+        fresh, left_over = _fresh(paths, sources, damaged)
+        if not fresh:
+            _rival(paths, None)
+            return _Plan(left_over=left_over)
+        number = held.enter_context(claim(paths))
+        if isinstance(number, str):
+            return _Plan(left_over=left_over, refused=number)
         fresh, more = _fresh(paths, sources, damaged)  # again, under the claim: another may have compacted since
         return _Plan(left_over=left_over + more, number=number, batches=_batches(fresh, shard_bytes))
-    except FileNotFoundError:
-        return _Plan(left_over=left_over, refused=_taken(paths, number))
+    except FileNotFoundError as error:
+        return _Plan(left_over=left_over, refused=_gone(paths, number, error))
 
 
-def _taken(paths: RunPaths, number: int) -> str:
-    """Why a file is gone that nobody else may remove: raises what is being handled unless our claim is gone, too."""
-    path = _claim_path(paths, number)
-    if path.exists():
-        raise
-    return f"{path} was taken from us: we were away for too long"
+def _gone(paths: RunPaths, number: int | str, error: FileNotFoundError) -> str:
+    """Why a file is gone that nobody else may remove."""
+    if isinstance(number, int) and number:
+        try:
+            _see_claim(paths, number)
+        except FileNotFoundError:
+            return f"{_claim_path(paths, number)} was taken from us: we were away for too long"
+    return f"{error.filename} is listed and not to be found: this node sees late what another did"
+
+
+def _see_claim(paths: RunPaths, number: int) -> None:
+    """Raises FileNotFoundError when it is gone. Opened: that asks the file server, stat may not."""
+    os.close(by_name(os.open, _claim_path(paths, number), os.O_RDONLY))
 
 
 def _fresh(paths: RunPaths, sources: dict[Path, set[str]], damaged: Sequence[str]) -> tuple[list[Path], int]:
@@ -200,13 +210,13 @@ def _compact_all(paths: RunPaths, first: int, batches: Sequence[tuple[int, Seque
                 continue
             try:
                 done = _plus(done, _compact(paths, number, batch))
-            except FileNotFoundError:
-                done = _plus(done, Report(refused=_taken(paths, number)))
+            except FileNotFoundError as error:
+                done = _plus(done, Report(refused=_gone(paths, number, error)))
     return done
 
 
-def shards(paths: RunPaths) -> list[Path]:
-    found = [path for path in listed(paths.shards, "*.h5") if path.stem.isdigit()]
+def shards(paths: RunPaths, *, anew: bool = False) -> list[Path]:
+    found = [path for path in listed(paths.shards, "*.h5", anew=anew) if path.stem.isdigit()]
     return sorted(found, key=lambda path: int(path.stem))
 
 
@@ -251,7 +261,7 @@ def _compact(paths: RunPaths, number: int, batch: Sequence[Path]) -> Report:
         sources.append({**names, "records": len(found)})
     if not sources:
         return Report(damaged=tuple(damaged))
-    held = _claim_path(paths, number).stat
+    held = partial(_see_claim, paths, number)
     count = write_shard(shard_path(paths, number), packer, sources, provenance(paths), before_publishing=held)
     for source in sources:
         (paths.log / source["name"]).unlink(missing_ok=True)
@@ -297,8 +307,9 @@ def _claim_this(paths: RunPaths, number: int) -> Iterator[str]:
     try:
         os.write(fd, text)
         os.close(fd)
-        # Its maker may have published, and dropped its claim, since we looked.
-        yield f"{shard_path(paths, number)} exists" if shard_path(paths, number).exists() else ""
+        # Its maker may have published, and dropped its claim, since we looked. Listed: what a network filesystem says
+        # of a single name may be old, but having made the claim this node asks for the list again.
+        yield f"{shard_path(paths, number)} exists" if shard_path(paths, number) in shards(paths) else ""
     finally:
         path.unlink(missing_ok=True)
 
@@ -313,20 +324,25 @@ def _rival(paths: RunPaths, mine: Path | None) -> str:
     One that was thought dead may go on: before it publishes it looks whether it has its claim. So the claim goes first,
     then what was begun: either it sees that it lost the claim, or what it would publish is gone.
     """
-    for path in sorted(listed(paths.shards, "*.claim")):
+    there = listed(paths.shards)  # both at once: whoever writes has made a claim before
+    claimed = {path.stem for path in there if path.suffix == ".claim"}
+    for path in sorted(path for path in there if path.suffix == ".claim"):
         if mine is not None and path.stem >= mine.stem:
             continue
-        with contextlib.suppress(FileNotFoundError):
+        try:
             owner = _claimant(path)
             lives = owner.lives() if owner is not None else None
             if lives is None and mine is not None:
                 # Ages by the file server's clock alone: both files were dated by it.
                 lives = mine.stat().st_mtime - path.stat().st_mtime < (STALE_S if owner is not None else 10.0)
-            if lives is not False:
-                return f"{path} is held by a compactor that lives or can't be seen from here"
-            path.unlink(missing_ok=True)
-    for torn in listed(paths.shards, ".*.h5.*.tmp"):
-        if not (paths.shards / torn.name.split(".")[1]).with_suffix(".claim").exists():
+        except FileNotFoundError:
+            lives = None  # dropped just now; or made just now, and this node's word that it isn't there is old
+        if lives is not False:
+            return f"{path} is held by a compactor that lives or can't be seen from here"
+        path.unlink(missing_ok=True)
+        claimed.discard(path.stem)
+    for torn in there:
+        if torn.match(".*.h5.*.tmp") and torn.name.split(".")[1] not in claimed:
             torn.unlink(missing_ok=True)
     return ""
 

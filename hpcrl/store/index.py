@@ -180,7 +180,7 @@ class Store(Catalog):
         shared = [self._prompts[row.root] for row in chain if row.root in self._prompts]
         fresh = self._fresh.get("", {})
         shared += [fresh[hash[:32]] for record in lost for hash in named(record.meta) if hash[:32] in fresh]
-        return [self.read(row) for row in shared if row.file in open_files] + lost
+        return [self.record("", row.hash) for row in shared if row.file in open_files] + lost
 
     # ---- trajectories
 

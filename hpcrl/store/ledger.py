@@ -45,6 +45,7 @@ class _Files:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self._looked = False
         self._heads: dict[int, dict[str, Any]] = {}
         self._ends: dict[int, tuple[int, int]] = {}  # incarnation -> (byte, line) read so far
 
@@ -52,8 +53,12 @@ class _Files:
         return self._folder / f"{incarnation:06d}.jsonl"
 
     def look(self) -> list[int]:
-        """The incarnations that have a first line, ascending. One that died before it wrote one says nothing."""
-        for name in sorted(listed(self._folder, "*.jsonl")):
+        """The incarnations that have a first line, ascending. One that died before it wrote one says nothing.
+
+        The newest is read first: what it continues had a first line before it had one itself.
+        """
+        anew, self._looked = not self._looked, True
+        for name in sorted(listed(self._folder, "*.jsonl", anew=anew), reverse=True):
             if not name.stem.isdigit() or int(name.stem) in self._heads:
                 continue
             line = by_name(_first_line, name)

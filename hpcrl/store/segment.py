@@ -53,9 +53,9 @@ def name_parts(path: Path) -> tuple[str, int]:
     return node, int(number)
 
 
-def segments(folder: Path, suffix: str) -> list[Path]:
+def segments(folder: Path, suffix: str, *, anew: bool = False) -> list[Path]:
     """The segments with this suffix, by node and number."""
-    return sorted(listed(folder, f"*-*{suffix}"), key=name_parts)
+    return sorted(listed(folder, f"*-*{suffix}", anew=anew), key=name_parts)
 
 
 def create(folder: Path, node: str, home: Path) -> tuple[Path, int, Header, bytes]:

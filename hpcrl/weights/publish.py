@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from hpcrl.layout import RunPaths, publish, publishing, sync_folder
+from hpcrl.layout import RunPaths, listed, publish, publishing, sync_folder
 from hpcrl.types import StoreError
 from hpcrl.weights.load import Probe, newest
 from hpcrl.weights.manifest import (
@@ -43,9 +43,10 @@ def next_version(paths: RunPaths) -> int:
     Where there is no whole version yet, torn folders of a start that failed go away and the first is 0.
     """
     if not newest(paths, 1):
-        for torn in paths.weights.glob("v*"):
-            shutil.rmtree(torn)
-    numbers = [int(path.name[1:]) for path in paths.weights.glob("v*") if path.name[1:].isdigit()]
+        for torn in listed(paths.weights, "v*", anew=True):
+            if not listed(torn, MANIFEST, anew=True):  # else it is whole, and this node knew it not
+                shutil.rmtree(torn)
+    numbers = [int(path.name[1:]) for path in listed(paths.weights, "v*", anew=True) if path.name[1:].isdigit()]
     return max(numbers, default=-1) + 1
 
 

@@ -3,6 +3,7 @@ half-written is read, and the operation, done again when the fault is gone, succ
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import itertools
 import json
@@ -130,12 +131,13 @@ class AppendingLocally(Appending):
         return open_log(self.paths, segment_bytes=1500, scratch=self.paths.root / "scratch")
 
     def found(self) -> dict[str, Record]:
-        """What has not moved is there too, as long as the node is."""
-        found = super().found()
+        """What has not moved is there too, as long as the node is; it may move while we look."""
+        found: dict[str, Record] = {}
         for suffix in (OPEN, CLOSED):
             for path in segments(self.paths.root / "scratch", suffix):
-                found |= {record.hash: record for _, record in read_segment(path)}
-        return found
+                with contextlib.suppress(FileNotFoundError):
+                    found |= {record.hash: record for _, record in read_segment(path)}
+        return found | super().found()
 
     def judge(self, done: bool) -> None:
         super().judge(done)

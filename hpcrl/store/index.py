@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from hpcrl.layout import RunPaths
 from hpcrl.store.catalog import Catalog
-from hpcrl.store.records import CHAINED, COLUMNS, Kind, Record, named
+from hpcrl.store.records import CHAINED, COLUMNS, Kind, Record, joined, named
 from hpcrl.store.rows import TRAJECTORIES, Row, Table, TrajectoryInfo, leaf, merge, summarize, table, text
 from hpcrl.store.shard import Shard
 from hpcrl.types import Ended, Receipt, Sequence_, StoreError, Task
@@ -87,7 +87,7 @@ class Store(Catalog):
             for name, part in self._tokens(trajectory, run).items():
                 columns[name].append(part)
         steps = np.repeat([-1, *(row.step for row in rows)], [len(root.ids), *(row.num_tokens for row in rows)])
-        whole = {name: np.concatenate(parts) for name, parts in columns.items()}
+        whole = {name: joined(parts, name) for name, parts in columns.items()}
         return Sequence_(trajectory=trajectory, steps=steps.astype(np.int32), reward=reward, **whole)
 
     def _runs(self, rows: Sequence[Row]) -> Iterator[list[Row]]:
@@ -162,7 +162,7 @@ class Store(Catalog):
         found = []
         for (trajectory, step), runs in zip(ids, wanted, strict=True):
             parts = [self._tokens(trajectory, run) for run, _, _ in runs]
-            whole = {name: np.concatenate([part[name] for part in parts]) for name in COLUMNS}
+            whole = {name: joined([part[name] for part in parts], name) for name in COLUMNS}
             numbers = np.full(len(whole["ids"]), step, np.int32)
             found.append(Sequence_(trajectory=trajectory, steps=numbers, reward=math.nan, **whole))
         return found

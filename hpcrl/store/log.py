@@ -22,7 +22,7 @@ from errno import EIO
 from pathlib import Path
 from typing import Any, TypeVar
 
-from hpcrl.layout import is_full, sync_folder
+from hpcrl.layout import by_name, is_full, sync_folder
 from hpcrl.store.records import Torn
 from hpcrl.store.segment import CLOSED, OPEN, close_name, create, name_parts, read_header, recover, segments, ship
 from hpcrl.types import StoreError
@@ -102,7 +102,7 @@ def take_over(folder: Path, node: str, home: Path) -> None:
 def _move(folder: Path, node: str, home: Path) -> None:
     for path in segments(folder, CLOSED) if folder != home else ():
         if name_parts(path)[0] == node:
-            ship(path, home)
+            by_name(ship, path, home)
 
 
 class Log:

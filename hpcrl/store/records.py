@@ -21,7 +21,7 @@ import json
 import math
 import re
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from hashlib import blake2b, sha256
@@ -222,6 +222,12 @@ class Record:
         return (
             FRAME.pack(len(self.payload), self.kind, checksum(self.kind, digest, self.payload), digest) + self.payload
         )
+
+
+def joined(parts: Sequence[NDArray[Any]], column: str) -> NDArray[Any]:
+    """The parts of a token column, one after the other: numpy's concatenate, in a third of the time for small parts."""
+    buffers: Any = parts  # as mypy doesn't know of numpy's
+    return np.frombuffer(bytearray().join(buffers), COLUMNS[column][0])
 
 
 def prompt(ids: ArrayLike) -> Record:

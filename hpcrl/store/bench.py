@@ -266,7 +266,9 @@ def bench_deltas(root: Path, scale: float) -> dict[str, Any]:
         stored = sum(shard.directory["datasets"]["tokens/ids"][1] for shard in store._shards.values()) * width
         head = store.head("g.3")
         assert head is not None
-        parts = [record.ids for record in [opening, *store.chain("g.3", head)] if len(record.ids)]
+        rows = [row for row in store._walk("g.3", head) if row.num_tokens]  # as Store.sequence puts a context together
+        pieces = [store._tokens("g.3", store._located("g.3", run))["ids"] for run in store._runs(rows)]
+    parts = [opening.ids, *pieces]
     flat = np.concatenate(parts)
     ratios = []
     for _ in range(200):
@@ -380,8 +382,9 @@ def bench_long(root: Path, scale: float) -> dict[str, Any]:
                     elif name == "resume":
                         store.complete("long.0", head)
                         store.context("long.0", head)
-                    else:
-                        store.chain("long.0", head)
+                    else:  # one after the other, as they are shown
+                        for row in store._walk("long.0", head):
+                            store.record("long.0", row.hash)
                     spent[count].append(time.perf_counter() - began)
         medians = {count: statistics.median(times) / count for count, times in spent.items()}
         costs[name] = medians[steps] / medians[steps // 10]

@@ -12,6 +12,7 @@ The one place where MPI is: batches may be dealt out to its ranks.
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import logging
 import os
@@ -242,6 +243,19 @@ def _batches(fresh: Sequence[Path], shard_bytes: int) -> list[list[Path]]:
     return batches
 
 
+@contextlib.contextmanager
+def _without_gc() -> Iterator[None]:
+    """Of a million objects that all stay for a while, the collector would look at each again and again."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
+
+
+@_without_gc()
 def _compact(paths: RunPaths, number: int, batch: Sequence[Path]) -> Report:
     sources: list[Source] = []
     packer = Packer()

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# Rows that lie side by side: of a shard, with their rows there; or one of a segment.
+Piece = tuple[Shard | None, Table, Sequence[Row]]
+
 
 class Store(Catalog):
     """Reads shards and closed segments; with `open_segments` also what is in open ones (for lost owners and tests).
@@ -84,7 +87,7 @@ class Store(Catalog):
         rows = [row for row in rows[first:] if row.num_tokens]
         columns = {name: [root.filled(name)] for name in COLUMNS}
         for run in self._runs(rows):
-            for name, part in self._tokens(trajectory, run).items():
+            for name, part in self._tokens(trajectory, self._located(trajectory, run)).items():
                 columns[name].append(part)
         steps = np.repeat([-1, *(row.step for row in rows)], [len(root.ids), *(row.num_tokens for row in rows)])
         whole = {name: joined(parts, name) for name, parts in columns.items()}
@@ -101,22 +104,47 @@ class Store(Catalog):
         if run:
             yield run
 
-    def _tokens(self, trajectory: str, run: Sequence[Row]) -> Mapping[str, Any]:
+    def _step(self, trajectory: str, step: int) -> list[Piece]:
+        """Where the tokens lie that a step added. Raises StoreError for a step that isn't."""
+        straight = self._straight(trajectory)
+        if straight is not None:
+            shard, chain = straight
+            steps = chain[(chain["step"] == step) & (chain["num_tokens"] > 0)]
+            pieces: list[Piece] = [(shard, steps, ())] if len(steps) else []
+        else:
+            rows = [row for row in self._chain_of(trajectory) if row.step == step and row.num_tokens]
+            pieces = [self._located(trajectory, run) for run in self._runs(rows)]
+        if not pieces:
+            raise StoreError(f"{self._paths.root}: {trajectory!r} has no step {step}")
+        return pieces
+
+    def _straight(self, trajectory: str) -> tuple[Shard, Table] | None:
+        """The chain of a trajectory that has one attempt, nothing beside it, and lies in one shard, as most do: as it
+        lies there. No row of it is made an object."""
+        places = self._places.get(trajectory, ())
+        if len(places) != 1 or trajectory in self._fresh:
+            return None
+        shard, number = places[0]
+        steps = self._keep_open(shard).steps(number)
+        chain = steps[(steps["kind"] >= Kind.ADOPT) & (steps["kind"] <= Kind.END)]
+        follows = chain["parent"][1:] == chain["hash"][:-1]
+        return (shard, chain) if len(chain) and not chain["parent"][0] and follows.all() else None
+
+    def _tokens(self, trajectory: str, piece: Piece) -> Mapping[str, Any]:
         """The token columns of rows that lie side by side."""
-        shard, steps = self._located(trajectory, run)
+        shard, steps, run = piece
         if shard is None:
             record = self.record(trajectory, run[0].hash)
             return {name: record.filled(name) for name in COLUMNS}
-        return {name: self._keep_open(shard).slices(name, steps) for name in COLUMNS}
+        return self._keep_open(shard).tokens(steps)
 
-    def _located(self, trajectory: str, run: Sequence[Row]) -> tuple[Shard | None, Table]:
-        """The shard of rows that lie side by side, and their rows there; None for one in a segment."""
+    def _located(self, trajectory: str, run: Sequence[Row]) -> Piece:
         shard = self._shards.get(run[0].file)
         if shard is None:
-            return None, np.empty(0, np.void)
+            return None, np.empty(0, np.void), run
         number = next(number for place, number in self._places[trajectory] if place is shard)
         first = run[0].at - int(shard.trajectories[number]["first_row"])
-        return shard, shard.steps(number)[first : first + len(run)]
+        return shard, shard.steps(number)[first : first + len(run)], run
 
     def trajectory(self, trajectory: str) -> Sequence_:
         """The whole of a trajectory's tokens, root to head, with its reward (nan where it has none)."""
@@ -149,19 +177,14 @@ class Store(Catalog):
         All that is needed is asked of the disk before any of it is waited for. Raises StoreError for a step that isn't.
         """
         self.ahead(trajectory for trajectory, _ in ids)
-        wanted = []
-        for trajectory, step in ids:
-            rows = [row for row in self._chain_of(trajectory) if row.step == step and row.num_tokens]
-            if not rows:
-                raise StoreError(f"{self._paths.root}: {trajectory!r} has no step {step}")
-            wanted.append([(run, *self._located(trajectory, run)) for run in self._runs(rows)])
-        for runs in wanted:
-            for _, place, steps in runs:
-                if place is not None:
-                    self._keep_open(place).ahead(steps)
+        wanted = [self._step(trajectory, step) for trajectory, step in ids]
+        for pieces in wanted:
+            for shard, steps, _ in pieces:
+                if shard is not None:
+                    self._keep_open(shard).ahead(steps)
         found = []
-        for (trajectory, step), runs in zip(ids, wanted, strict=True):
-            parts = [self._tokens(trajectory, run) for run, _, _ in runs]
+        for (trajectory, step), pieces in zip(ids, wanted, strict=True):
+            parts = [self._tokens(trajectory, piece) for piece in pieces]
             whole = {name: joined([part[name] for part in parts], name) for name in COLUMNS}
             numbers = np.full(len(whole["ids"]), step, np.int32)
             found.append(Sequence_(trajectory=trajectory, steps=numbers, reward=math.nan, **whole))

@@ -226,6 +226,8 @@ class Record:
 
 def joined(parts: Sequence[NDArray[Any]], column: str) -> NDArray[Any]:
     """The parts of a token column, one after the other: numpy's concatenate, in a third of the time for small parts."""
+    if len(parts) == 1:
+        return parts[0]
     buffers: Any = parts  # as mypy doesn't know of numpy's
     return np.frombuffer(bytearray().join(buffers), COLUMNS[column][0])
 

@@ -42,6 +42,7 @@ _CRC = Struct("<I")
 _IOV_MAX = 1000
 SEGMENTS = {"name": "S", "uid": "S", "node": "S", "number": "<i8", "records": "<i8"}
 Source = Mapping[str, Any]  # a segment: the fields of SEGMENTS
+_TOKENS = [(name, f"crc_{name}") for name in COLUMNS]
 PATHS = {**{name: f"tokens/{name}" for name in COLUMNS}, "meta": "text/meta"}
 _DTYPES = {**{f"tokens/{name}": dtype for name, (dtype, _) in COLUMNS.items()}, "text/meta": np.dtype("u1")}
 
@@ -255,21 +256,30 @@ class Shard:
         found: list[int] = self.sources["number"].tolist()
         return found
 
-    def slices(self, name: str, steps: Table) -> NDArray[Any]:
-        """A column's elements of rows of `steps` that lie side by side, [T]; each row's checked."""
+    def tokens(self, steps: Table) -> dict[str, NDArray[Any]]:
+        """The token columns, [T] each, of rows of `steps` whose tokens lie side by side; each row's checked."""
+        start, counts = int(steps["token_start"][0]), steps["num_tokens"].tolist()
+        return {name: self._slices(name, start, counts, steps[crcs].tolist()) for name, crcs in _TOKENS}
+
+    def meta(self, steps: Table) -> bytes:
+        """The headers' JSON, one after the other, likewise."""
+        counts = steps["meta_bytes"].tolist()
+        return self._slices("meta", int(steps["meta_start"][0]), counts, steps["crc_meta"].tolist()).tobytes()
+
+    def _slices(self, name: str, start: int, counts: Sequence[int], crcs: Sequence[int]) -> NDArray[Any]:
         offset, _, dtype, _ = self._places[PATHS[name]]
-        start, size = ("meta_start", "meta_bytes") if name == "meta" else ("token_start", "num_tokens")
-        counts = steps[size].astype(np.int64) * dtype.itemsize
-        data = self._pread(offset + int(steps[start][0]) * dtype.itemsize, int(counts.sum()))
+        width = dtype.itemsize
+        data = self._pread(offset + start * width, sum(counts) * width)
         view, at = memoryview(data), 0
-        for count, crc in zip(counts.tolist(), steps[f"crc_{name}"].tolist(), strict=True):
-            if len(data) < at + count or crc32c(view[at : at + count]) != crc:
+        for count, crc in zip(counts, crcs, strict=True):
+            end = at + count * width
+            if len(data) < end or crc32c(view[at:end]) != crc:
                 raise StoreError(f"{self.path}: damaged: the checksum of {PATHS[name]} at byte {offset + at} differs")
-            at += count
+            at = end
         return _array(data, dtype)
 
     def ahead(self, steps: Table) -> None:
-        """Ask the disk for what `slices` of the token columns of these rows will read."""
+        """Ask the disk for what `tokens` of these rows will read."""
         start, count = int(steps["token_start"][0]), int(steps["num_tokens"].sum())
         for name in COLUMNS:
             offset, _, dtype, _ = self._places[PATHS[name]]
@@ -288,15 +298,16 @@ class Shard:
 
     def header(self, row: int) -> dict[str, Any]:
         """The header of a row (kind, …, meta), without its tokens."""
-        found: dict[str, Any] = from_json(bytes(self.slices("meta", self._one(row))))
+        found: dict[str, Any] = from_json(self.meta(self._one(row)))
         return found
 
     def record(self, row: int) -> Record:
         """Raises StoreError naming the file when a checksum differs."""
         step = self._one(row)
-        head = bytes(self.slices("meta", step))
+        head = self.meta(step)
         present = from_json(head)["arrays"]
-        arrays = [self.slices(name, step).tobytes() for name in COLUMNS if name in present]
+        tokens = self.tokens(step) if present else {}
+        arrays = [tokens[name].tobytes() for name in COLUMNS if name in present]
         return Record.decode(b"".join((LENGTH.pack(len(head)), head, *arrays)), step["hash"][0].decode())
 
     def _one(self, row: int) -> Table:

@@ -4,6 +4,8 @@ Owns every default, the file format (`include`, `--set`), and the errors that a 
 in hpcrl reads a TOML file; nothing here reads the environment.
 
     load(path, sets) -> Config -> dump() -> config.json in the run folder -> load_resolved()
+
+Over 400 lines, since every key with its default stands here, and nowhere else.
 """
 
 from __future__ import annotations

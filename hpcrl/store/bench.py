@@ -2,6 +2,8 @@
 
 Each figure compares the store's way with the plainest one that does the same work, one after the other and many times
 over, on data of one generator: Zipf-distributed token ids, source code as text, steps of about 17 kB.
+
+Over 400 lines: one part to each figure, which share little.
 """
 
 from __future__ import annotations

@@ -20,7 +20,8 @@ import numpy as np
 from hpcrl.layout import RunPaths, publish, sync_folder
 from hpcrl.store.compact import claim, provenance, shard_path, shards
 from hpcrl.store.pack import Packer
-from hpcrl.store.records import Kind, NewerError, Record, Torn, find_frame, split
+from hpcrl.store.records import Kind, NewerError, Record, Torn, split
+from hpcrl.store.remains import find_frame
 from hpcrl.store.salvage import read_blocks, salvage
 from hpcrl.store.segment import CLOSED, OPEN, raw_segment, read_header, read_segment, segments
 from hpcrl.store.shard import Shard, Source, write_shard

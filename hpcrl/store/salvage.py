@@ -17,18 +17,8 @@ import numpy as np
 from crc32c import crc32c
 from numpy.typing import NDArray
 
-from hpcrl.store.records import (
-    COLUMNS,
-    LENGTH,
-    Record,
-    Torn,
-    find_frame,
-    from_json,
-    raw_frame,
-    remains,
-    sound,
-    what_is_left,
-)
+from hpcrl.store.records import COLUMNS, LENGTH, Record, Torn, from_json, raw_frame, sound
+from hpcrl.store.remains import find_frame, remains, what_is_left
 from hpcrl.store.rows import Table
 from hpcrl.store.segment import CLOSED, OPEN, name_parts, read_header
 from hpcrl.store.shard import PATHS, SEGMENTS, Source, parse_directory

@@ -7,7 +7,8 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 
 from hpcrl.layout import RunPaths
-from hpcrl.store.records import Torn, find_frame, raw_frame
+from hpcrl.store.records import Torn, raw_frame
+from hpcrl.store.remains import find_frame
 from hpcrl.store.segment import OPEN, name_parts, read_header, recover, segments
 from hpcrl.types import StoreError
 

@@ -14,11 +14,13 @@ slice that is read is checked against its CRC before anything is made of it.
 from __future__ import annotations
 
 import errno
+import functools
 import io
 import json
 import mmap
 import os
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
 from struct import Struct
@@ -65,13 +67,10 @@ def write_shard(
     tables["segments"] = table([[source[name] for name in SEGMENTS] for source in sources], SEGMENTS)
     parts: dict[str, Sequence[Buffer]] = {name: [rows.tobytes()] for name, rows in tables.items()}
     parts |= {PATHS[name]: pieces for name, pieces in columns.items()}
-    places: dict[str, list[Any]] = {}  # as the directory has them: offset, count, dtype, CRC
+    places: dict[str, list[Any]] = {}  # as the directory has them: offset, count, dtype, CRC (the first and last later)
     for name, pieces in parts.items():
         dtype = tables[name].dtype if name in tables else _DTYPES[name]
-        crc = 0
-        for piece in pieces:  # not of what lies in the file then: a write may be lost
-            crc = crc32c(piece, crc)
-        places[name] = [1 << 60, sum(map(len, pieces)) // dtype.itemsize, _descr(dtype), crc]
+        places[name] = [1 << 60, sum(map(len, pieces)) // dtype.itemsize, _descr(dtype), 1 << 32]
     head = {"schema": SCHEMA, "bytes": 1 << 60, "crc32c": 1 << 32, "datasets": places, "attrs": dict(attrs)}
     block = 4096
     while block < _HEAD.size + _CRC.size + len(json.dumps(head)):
@@ -85,8 +84,13 @@ def write_shard(
                 _write_at(fd, offset, [data])
             for name, pieces in parts.items():
                 _write_at(fd, places[name][0], pieces)
-            with mmap.mmap(fd, 0, access=mmap.ACCESS_READ) as mapped, memoryview(mapped) as view:
-                head |= {"bytes": len(view), "crc32c": crc32c(view[block:])}
+            with ThreadPoolExecutor(1) as disk:
+                synced = disk.submit(os.fdatasync, fd)  # while we go through it all
+                for name, pieces in parts.items():  # not of what lies in the file now: a write may be lost
+                    places[name][3] = functools.reduce(lambda crc, piece: crc32c(piece, crc), pieces, 0)
+                with mmap.mmap(fd, 0, access=mmap.ACCESS_READ) as mapped, memoryview(mapped) as view:
+                    head |= {"bytes": len(view), "crc32c": crc32c(view[block:])}
+                synced.result()
             body = json.dumps(head).encode()
             whole = (_HEAD.pack(MAGIC, block, len(body)) + body).ljust(block - _CRC.size, b"\0")
             _write_at(fd, 0, [whole + _CRC.pack(crc32c(whole))])

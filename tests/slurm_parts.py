@@ -49,14 +49,12 @@ class Slurm:
     def run(self, *words: object, timeout: float = 120, **environment: str) -> subprocess.CompletedProcess[str]:
         """Any command, Slurm's above all. Slurm's variables of the caller's own job, if it's in one, don't count."""
         own = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "PMI_"))}
-        return subprocess.run(
-            [str(word) for word in words],
-            env={**own, "SLURM_CONF": str(self.conf), **environment},
-            capture_output=True,
-            text=True,
-            timeout=timeout,
-            check=False,
-        )
+        command = [str(word) for word in words]
+        variables = {**own, "SLURM_CONF": str(self.conf), **environment}
+        try:
+            return subprocess.run(command, env=variables, capture_output=True, text=True, timeout=timeout, check=False)
+        except subprocess.TimeoutExpired as error:
+            pytest.fail(f"no end after {timeout} s: {error.cmd}\n{error.output!r}\n{error.stderr!r}")
 
     def ask(self, *words: object) -> str:
         """What a command prints that has to succeed."""

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from slurm_parts import Slurm
 
 from hpcrl.config import Rollout
 from hpcrl.rollout import guard
@@ -152,3 +153,13 @@ async def engine(rig: EngineRig) -> AsyncIterator[VllmEngine]:
     client = VllmEngine(rig.process.socket, stop_ids=(EOS,), max_model_len=MAX_MODEL_LEN)
     yield client
     await client.close()
+
+
+@pytest.fixture(scope="session")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
+    """A real Slurm of three CPU nodes and two GPU nodes, without accounting. Whoever kills a node runs `up` again."""
+    testbed = Slurm.start(tmp_path_factory.mktemp("slurm") / "state")
+    try:
+        yield testbed
+    finally:
+        testbed.stop()

@@ -12,8 +12,11 @@ from typing import Any
 import numpy as np
 
 from hpcrl.layout import RunPaths
+from hpcrl.store.compact import shards
 from hpcrl.store.log import Log
 from hpcrl.store.records import Kind, Record, content, prompt
+from hpcrl.store.segment import CLOSED, segments
+from hpcrl.store.shard import Shard
 
 
 def run_folder(root: Path) -> RunPaths:
@@ -147,6 +150,26 @@ def trajectory(
         if step < steps - 1:
             records.append(observe(records[-1], [30 + step], whole=whole))
     return [*records, end(records[-1], num_sampled=2 * steps)]
+
+
+async def write(paths: RunPaths, *names: str, segment_bytes: int = 1 << 20) -> None:
+    """So many trajectories, in closed segments."""
+    log = open_log(paths, segment_bytes=segment_bytes)
+    for name in names:
+        await log.append([record.frame() for record in trajectory(name)])
+    await log.close()
+
+
+def assert_same_store(one: RunPaths, other: RunPaths) -> None:
+    """Two run folders hold the same shards, byte for byte but for their provenance, and the same segments; no more."""
+    assert [path.name for path in shards(other)] == [path.name for path in shards(one)]
+    for mine, theirs in zip(shards(one), shards(other), strict=True):
+        a, b = Shard(mine), Shard(theirs)
+        assert set(a.directory["datasets"]) == set(b.directory["datasets"])
+        for name in a.directory["datasets"]:
+            assert a.whole(name).tobytes() == b.whole(name).tobytes(), (mine, name)
+    assert [path.name for path in segments(other.log, CLOSED)] == [path.name for path in segments(one.log, CLOSED)]
+    assert not list(other.shards.glob("*.claim")) and not list(other.shards.glob(".*"))
 
 
 _KILLER = """

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from run_parts import hpcrl
-from store_parts import open_log, run_folder, trajectory
+from store_parts import assert_same_store, open_log, run_folder, trajectory, write
 
 from hpcrl.layout import ProcessId, RunPaths
 from hpcrl.store.compact import compact, shards
@@ -28,13 +28,6 @@ from hpcrl.store.verify import verify
 from hpcrl.types import ConfigError, StoreError
 
 MPIEXEC = Path(sys.executable).with_name("mpiexec")
-
-
-async def write(paths: RunPaths, *names: str, segment_bytes: int = 1 << 20) -> None:
-    log = open_log(paths, segment_bytes=segment_bytes)
-    for name in names:
-        await log.append([record.frame() for record in trajectory(name)])
-    await log.close()
 
 
 # ---- query
@@ -160,13 +153,7 @@ async def test_ranks_make_the_shards_that_one_makes(tmp_path: Path) -> None:
     assert reports[0] == reports[1] == reports[2]
     assert (reports[0]["shards"], reports[0]["records"]) == (done.shards, done.records) and done.shards > 4
     assert len(reports[0]["damaged"]) == len(done.damaged) == 2
-    assert [path.name for path in shards(many)] == [path.name for path in shards(one)]
-    for mine, theirs in zip(shards(one), shards(many), strict=True):
-        a, b = Shard(mine), Shard(theirs)
-        for name in a.directory["datasets"]:
-            assert a.whole(name).tobytes() == b.whole(name).tobytes(), (mine, name)
-    assert [path.name for path in segments(many.log, CLOSED)] == [path.name for path in segments(one.log, CLOSED)]
-    assert not list(many.shards.glob("*.claim")) and not list(many.shards.glob(".*"))
+    assert_same_store(one, many)
 
 
 async def test_what_fails_on_one_rank_fails_on_all(tmp_path: Path) -> None:

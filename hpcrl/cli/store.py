@@ -163,7 +163,10 @@ def compact(
     run: RunFolder,
     as_json: AsJson = False,
     with_mpi: Annotated[
-        bool, typer.Option("--mpi", help="Share the work: `srun --mpi=pmi2 hpcrl store compact RUN --mpi`.")
+        bool,
+        typer.Option(
+            "--mpi", help="Share the work: `srun --mpi=pmi2 --kill-on-bad-exit hpcrl store compact RUN --mpi`."
+        ),
     ] = False,
 ) -> None:
     """Make HDF5 shards of the closed segments. Exit 1 when a segment is damaged."""

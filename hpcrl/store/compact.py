@@ -74,6 +74,13 @@ class Alone:
 
 def mpi() -> Comm:
     """All ranks of this MPI job. Raises ConfigError when there is no MPI, or ranks that don't know of each other."""
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        # MPICH 5.0 over UCX sends 4 KiB of its heap as a rank's address, in lines of which some are longer than the
+        # 1,024 bytes that Slurm's pmi2 plugin takes for a request: depending on what the heap holds, MPI_Init never
+        # returns (mpich issue 7957 may be the same). Over OFI, which PyPI's wheel has too, an address is short.
+        metadata.version("mpich")
+        if {"PMI_FD", "SLURM_STEP_ID"} <= os.environ.keys():
+            os.environ.setdefault("MPIR_CVAR_CH4_NETMOD", "ofi")
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:

@@ -350,7 +350,11 @@ async def test_verify_checks_ledger_and_progress(tmp_path: Path) -> None:
     segments(paths.log, CLOSED)[0].unlink()
     report = verify(paths)
     assert (report.trained_twice, report.ledger_heads_missing, report.ok) == (1, 1, False)
-    assert "a: trained twice" in report.problems
+    assert "a: trained twice" in report.problems and not report.trained_unledgered
+    for path in paths.ledger.iterdir():
+        path.unlink()
+    report = verify(paths)
+    assert report.trained_unledgered == 2 and "update 1: trained a, which no ledger names" in report.problems
 
 
 async def test_the_format_page_names_every_field_and_its_example_runs(

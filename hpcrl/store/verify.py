@@ -42,6 +42,7 @@ class VerifyReport:
     ledger_entries: int
     ledger_heads_missing: int
     ledger_heads_pruned: int  # of trained trajectories that `store prune` removed
+    trained_unledgered: int  # trajectories of updates that no ledger names: a ledger's file is gone
     updates: int  # of the lineage that made the present weights
     trained_twice: int  # trajectories in two of these
     problems: tuple[str, ...]
@@ -107,6 +108,10 @@ def verify(paths: RunPaths, *, deep: bool = False) -> VerifyReport:
                 pruned += 1
             elif not store.complete(entry.trajectory, entry.head):
                 problem("heads", f"ledger {position}: head {entry.head} of {entry.trajectory} is missing")
+    named = {entry.trajectory for _, entry in ledger}
+    for update in updates:
+        for trajectory in sorted({*update.trajectories} - named):
+            problem("unledgered", f"update {update.update}: trained {trajectory}, which no ledger names")
     for trajectory in trained_twice(updates):
         problem("twice", f"{trajectory}: trained twice")
     return VerifyReport(
@@ -125,6 +130,7 @@ def verify(paths: RunPaths, *, deep: bool = False) -> VerifyReport:
         ledger_entries=len(ledger),
         ledger_heads_missing=len(problems.get("heads", ())),
         ledger_heads_pruned=pruned,
+        trained_unledgered=len(problems.get("unledgered", ())),
         updates=sum(bool(row.trajectories) for row in updates),
         trained_twice=len(problems.get("twice", ())),
         problems=tuple(text for texts in problems.values() for text in texts[:_SHOWN]),

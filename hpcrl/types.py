@@ -317,11 +317,6 @@ class EngineStats:
 # ---- the seams --------------------------------------------------------------------------------------------------
 
 
-class Clock(Protocol):
-    def __call__(self) -> float:
-        """Seconds on a monotonic clock of this machine."""
-
-
 @runtime_checkable
 class Engine(Protocol):
     """Token ids in, token ids and logprobs out."""

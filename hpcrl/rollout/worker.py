@@ -30,7 +30,6 @@ from hpcrl.types import StoreError
 from hpcrl.weights.load import check, iter_tensors
 
 BACKEND = "hpcrl"
-EXTENSION = "hpcrl.rollout.worker.WorkerExtension"
 
 logger = init_logger("vllm.hpcrl")
 

@@ -31,13 +31,7 @@ NAMES = [f"t{number}" for number in range(30)]
 # such operation on a file of the run.
 RANK = f"""
 import ctypes, os, signal, sys
-libc = ctypes.CDLL(None)
-libc.malloc.restype = ctypes.c_void_p
-litter = [ctypes.c_void_p(libc.malloc(size)) for size in range(1000, 10000, 16) for _ in range(8)]
-for place in litter:
-    ctypes.memset(place, 0xA5, 1000)
-for place in litter[::2]:
-    libc.free(place)
+import h5py, hpcrl.store.index, mpi4py
 from hpcrl.cli import main
 from hpcrl.store.compact import compact
 compact.__kwdefaults__["shard_bytes"] = {SHARD_BYTES}
@@ -48,6 +42,13 @@ def hook(event, args):
         seen += 1
         if seen == 2:
             os.kill(os.getpid(), signal.SIGKILL)
+libc = ctypes.CDLL(None)
+libc.malloc.restype = ctypes.c_void_p
+litter = [(ctypes.c_void_p(libc.malloc(size)), size) for size in range(100, 20000, 32) for _ in range(8)]
+for place, size in litter:
+    ctypes.memset(place, 0xA5, size)
+for place, _ in litter[::2]:
+    libc.free(place)
 if "KILL" in os.environ and os.environ["SLURM_PROCID"] == "1":
     sys.addaudithook(hook)
 main()

@@ -7,6 +7,8 @@ unlinked by the next run. A number belongs to whoever made its claim (O_EXCL) an
 rename a shard over another's. Of two claims by living processes the lower wins.
 
 The one place where MPI is: batches may be dealt out to its ranks.
+
+Over 400 lines, since what makes it safe to be killed anywhere reads as one.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
+import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -29,7 +31,9 @@ class Sound:
     """A run of one file, and all that can be read of it."""
 
     def __init__(self, where: str) -> None:
-        self.paths = run_folder(Path(tempfile.mkdtemp(prefix="hpcrl-flips-", dir="/dev/shm")))
+        folder = tempfile.mkdtemp(prefix="hpcrl-flips-", dir="/dev/shm")
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        self.paths = run_folder(Path(folder))
         self.records: dict[str, Record] = {}
         for name, ids in GROUPS.items():
             late = Record(kind=Kind.REWARD, trajectory=name, step=1, meta={"source": "x", "value": 0.25, "wall": 5.0})

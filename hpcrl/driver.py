@@ -432,7 +432,10 @@ class Driver:
             try:
                 reason = await self._fleet.ensure()
             except HpcrlError as error:
-                reason = str(error)
+                # Who submits writes to the run folder: on a full disk it may die without a word, and is started again.
+                full = shutil.disk_usage(self._paths.root).free < LEAST_FREE_BYTES
+                logger.warning("%s%s", "waiting for space: " if full else "", error)
+                reason = None if full else str(error)
             if reason:
                 self._handle(f.StopAsked(reason=f"failed: {reason}"))
             await asyncio.sleep(1.0)

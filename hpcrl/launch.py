@@ -123,7 +123,8 @@ def _helper(paths: RunPaths, role: Role, index: int, control: int) -> Sequence[s
 
 def _submitted(role: Role, index: int, code: int | None, out: bytes, err: bytes) -> Job:
     if code:
-        raise HpcrlError(f"job {role}-{index} could not be submitted: {err.decode(errors='replace').strip()[-500:]}")
+        said = err.decode(errors="replace").strip()[-500:] or f"exit code {code}"
+        raise HpcrlError(f"job {role}-{index} could not be submitted: {said}")
     return Job(**json.loads(out.splitlines()[-1]))
 
 

@@ -151,7 +151,8 @@ srun --overlap sleep 600
     until(lambda: slurm.job(job)["JobState"] == "PENDING")
     slurm.ask("scontrol", "update", f"JobId={job}", "StartTime=now")
     until(lambda: len(started.read_text().splitlines()) == 2)
-    assert started.read_text().split()[2] != node and started.read_text().split()[3] == "1"
+    # Slurm may have noticed by itself, too: then it was requeued twice.
+    assert started.read_text().split()[2] != node and int(started.read_text().split()[3]) >= 1
     slurm.ask("scancel", job)
     done = slurm.script("up")
     assert done.returncode == 0, done.stderr

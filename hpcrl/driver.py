@@ -390,11 +390,12 @@ class Driver:
         by_node = {node: worker for worker, node in self._hosts().items()}
         answers = [self._call(worker, "supervisor", method="seal") for worker in by_node.values()]
         failed = [node for node, answer in zip(by_node, await asyncio.gather(*answers), strict=True) if answer is None]
-        if failed:
-            logger.warning("%s: no answer from %s", path, ", ".join(failed))
-            path.rename(path.with_suffix(".refused"))
-        else:
-            path.unlink(missing_ok=True)
+        with contextlib.suppress(FileNotFoundError):  # who asked has given up
+            if failed:
+                logger.warning("%s: no answer from %s", path, ", ".join(failed))
+                path.rename(path.with_suffix(".refused"))
+            else:
+                path.unlink()
         self._sealing.discard(path)
 
     def _submit(self, path: Path, trajectory: str, task: Task) -> None:

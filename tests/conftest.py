@@ -16,12 +16,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from loop_parts import node_log
 from slurm_parts import Slurm
 
 from hpcrl.config import Rollout
 from hpcrl.rollout import guard
 from hpcrl.rollout.engine import VllmEngine
+from hpcrl.rollout.render import Renderer
 from hpcrl.rollout.server import EngineProcess
+from hpcrl.store.link import LogClient
 
 EOS = 4  # <e> of the tiny model
 NUM_TOKENS = 102
@@ -163,3 +166,15 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
         yield testbed
     finally:
         testbed.stop()
+
+
+@pytest.fixture(scope="session")
+def renderer(tiny_model: Path) -> Renderer:
+    return Renderer(tiny_model)
+
+
+@pytest.fixture
+async def log(tmp_path: Path) -> AsyncIterator[LogClient]:
+    """A host's way to the log of a node, the run folder being `tmp_path`."""
+    async with node_log(tmp_path) as client:
+        yield client

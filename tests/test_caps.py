@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import tempfile
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -45,17 +45,6 @@ from hpcrl.types import (
 
 # Any code point, lone surrogates and pairs of them as well.
 ANY = st.lists(st.characters(exclude_categories=()) | st.sampled_from(["a", "€", "😀", "\ud83d\ude00"])).map("".join)
-
-
-@pytest.fixture(scope="module")
-def renderer(tiny_model: Path) -> Renderer:
-    return Renderer(tiny_model)
-
-
-@pytest.fixture
-async def log(tmp_path: Path) -> AsyncIterator[LogClient]:
-    async with node_log(tmp_path) as client:
-        yield client
 
 
 # ---- the cut

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,17 +31,6 @@ from hpcrl.types import (
     ToolCall,
     ToolSpec,
 )
-
-
-@pytest.fixture(scope="module")
-def renderer(tiny_model: Path) -> Renderer:
-    return Renderer(tiny_model)
-
-
-@pytest.fixture
-async def log(tmp_path: Path) -> AsyncIterator[LogClient]:
-    async with node_log(tmp_path) as client:
-        yield client
 
 
 async def test_a_trajectory_is_a_chain_of_complete_records(log: LogClient, renderer: Renderer, tmp_path: Path) -> None:

@@ -138,8 +138,10 @@ def seal(
     if control is not None and control.alive:
         were_open = segments(paths.log, OPEN)
         _ask_to_seal(paths, lambda: control.alive)
-        still = segments(paths.log, OPEN)
-        closed = [path.with_suffix(CLOSED) for path in were_open if path not in still]
+        left = [path for path in were_open if path in segments(paths.log, OPEN, anew=True)]
+        if left:  # its node's host is being replaced, say: nobody could be asked
+            raise StoreError(f"{left[0]}: is still open; try again, or see {paths.logs}")
+        closed = [path.with_suffix(CLOSED) for path in were_open]
     else:
         closed = seal(paths, gone or ())
     print("\n".join(f"closed {path}" for path in closed) or "nothing was open")

@@ -257,8 +257,9 @@ class Supervisor:
             began = time.monotonic()
             process = self._hosts[index] = await self._start_host(index)
             code = await process.wait()
-            if self._log is not None and self._log.local:
-                await self._log.seal()  # whoever takes its trajectories over must see what it stored
+            if self._log is not None and self._log.local:  # whoever takes its trajectories over must see what it stored
+                with contextlib.suppress(OSError):  # the log says so, and moves it with the next segment
+                    await self._log.seal()
             deaths = deaths + 1 if time.monotonic() - began < 60 else 1
             if deaths > MAX_DEATHS:
                 raise EngineError(f"host {self.node}-{index} ended {deaths} times (exit {code}); see the job's log")

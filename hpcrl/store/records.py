@@ -18,11 +18,12 @@ import base64
 import json
 import math
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from functools import cached_property
 from hashlib import blake2b, sha256
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -34,7 +35,6 @@ from hpcrl.types import BoolArray, Float32Array, Int32Array, StoreError
 FORMAT = 3  # 2: no CONTENT, the header's JSON was all ASCII, its hash blake2b
 FRAME = struct.Struct("<IBI16s")
 LENGTH = struct.Struct("<I")
-_T = TypeVar("_T")
 MAX_PAYLOAD = 1 << 30  # bytes; a longer length is damage, not a record
 
 
@@ -94,20 +94,6 @@ NO_LOGPROBS = np.empty(0, "<f4")
 NO_SAMPLED = np.empty(0, "?")
 
 
-class lazy(Generic[_T]):
-    """functools.cached_property without its lock, which takes a microsecond before Python 3.12."""
-
-    def __init__(self, make: Callable[[Any], _T]) -> None:
-        self._make = make
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
-
-    def __get__(self, instance: Any, owner: type | None = None) -> _T:
-        made = instance.__dict__[self._name] = self._make(instance)
-        return made
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Record:
     """One record. `ids` [T]; the other arrays are [T], or empty where the policy sampled none of the tokens.
@@ -135,7 +121,7 @@ class Record:
             assert array.ndim == 1 and len(array) in (0, len(self.ids)), f"{name}: {array.shape}, ids {len(self.ids)}"
             object.__setattr__(self, name, array)
 
-    @lazy
+    @cached_property
     def hash(self) -> str:
         """32 hexadecimal characters. A record that was read has the one that was stored with it; `true_hash` is made
         anew."""
@@ -158,7 +144,7 @@ class Record:
         """What a CONTENT holds."""
         return base64.b64decode(self.meta["data"], validate=True)
 
-    @lazy
+    @cached_property
     def payload(self) -> bytes:
         arrays = {name: array for name in COLUMNS if len(array := getattr(self, name))}
         head = {

@@ -191,7 +191,8 @@ class Host:
         with self._reading:
             if self._store is None:
                 self._store = Store(self._paths, open_segments=True)
-            self._store.refresh(anew=True)
+            else:
+                self._store.refresh(anew=True)
             return history_of(self._store, trajectory, head)
 
     async def _end_loop(self, trajectory: str, *, cancelled: bool = False) -> None:

@@ -115,6 +115,32 @@ async def test_a_flipped_byte_anywhere_in_a_shard_is_found_and_never_returned(tm
     assert verify(paths).ok
 
 
+async def test_what_is_lost_of_a_shard_whose_table_is_damaged_is_missed_at_once(tmp_path: Path) -> None:
+    """A table and a prompt of the same shard: the first is found when scores are asked for, the second then."""
+    paths = run_folder(tmp_path)
+    await write(paths, trajectory("a") + trajectory("b", prompt_ids=(7, 8)))
+    compact(paths)
+    (path,) = shards(paths)
+    with Store(paths) as store:
+        assert set(store.rewards()["trajectory"]) == {"a", "b"}
+        (lost,) = [hash for hash in store.prompts() if store.record("", hash).ids.tolist() == [7, 8]]
+        found = Shard(path)
+        row = store.rows("")[lost].at
+        at = found.directory["datasets"]["tokens/ids"][0] + 4 * int(found.whole("steps")["token_start"][row])
+        rewards = found.directory["datasets"]["rewards"][0]
+    with Store(paths) as store:
+        data = bytearray(path.read_bytes())
+        data[at] ^= 1
+        data[rewards] ^= 1
+        path.write_bytes(data)
+        assert set(store.rewards()["trajectory"]) == {"a", "b"}  # from the records themselves
+        assert list(store.damaged) == [path.name]
+        assert store.trajectory("a").ids.tolist()[:3] == [1, 2, 3]
+        assert lost not in store.prompts(), "else it is waited for, as for a file that this node can't see yet"
+        with pytest.raises(StoreError):
+            store.trajectory("b")
+
+
 @pytest.mark.parametrize("where", ["segment", "shard", "open"])
 async def test_the_store_reads_chains(tmp_path: Path, where: str) -> None:
     paths = run_folder(tmp_path)

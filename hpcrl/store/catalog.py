@@ -157,6 +157,7 @@ class Catalog:
         for trajectory in {*shard.ids} & {*self._places}:
             self._places[trajectory] = [place for place in self._places[trajectory] if place[0] is not shard]
             self._cache.pop(trajectory, None)
+        self._prompts = {hash: row for hash, row in self._prompts.items() if row.file != shard.path.name}
         self._changed()
 
     def _take_segment(self, path: Path) -> None:

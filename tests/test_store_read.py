@@ -72,7 +72,8 @@ async def test_a_shard_reads_back_the_same_records(tmp_path: Path) -> None:
         row = next(row for row in steps[first : first + rows] if row["kind"] == Kind.ACT and row["step"] == 1)
         tokens = slice(row["token_start"], row["token_start"] + row["num_tokens"])
         assert file["tokens/ids"][tokens].tolist() == [11, 20]
-        assert file["tokens/sampled"][tokens].tolist() == [True, True]
+        sampled = slice(row["gen_start"], row["gen_start"] + row["num_gen"])
+        assert file["tokens/sampled"][sampled].tolist() == [True, True]
         text = file["text/meta"][row["meta_start"] : row["meta_start"] + row["meta_bytes"]].tobytes()
         assert json.loads(text)["meta"]["calls"][0]["key"] == "1/0"
         rewards = file["rewards"][:]
@@ -82,7 +83,7 @@ async def test_a_shard_reads_back_the_same_records(tmp_path: Path) -> None:
             (b"outcome", 1.0, False),
         ]
         assert file["transitions"]["state"].tolist() == [b"RUNNING"]
-        assert file.attrs["schema"] == 2 and len(file.attrs["config_sha256"]) == 64
+        assert file.attrs["schema"] == 3 and len(file.attrs["config_sha256"]) == 64
         assert file["segments"]["records"].sum() == len(mixed)
 
 

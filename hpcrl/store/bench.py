@@ -255,17 +255,16 @@ def _forget(paths: RunPaths) -> None:
 
 
 def bench_deltas(root: Path, scale: float) -> dict[str, Any]:
-    """20 steps of 2k tokens, prompt of 2k, groups of 16: bytes of tokens against every step with its whole context."""
+    """20 steps of 2k tokens, prompt of 2k, groups of 16: tokens stored, against every step with its whole context."""
     sample = Sample(1)
     opening = prompt(sample.ids(2000))
     paths = _paths(root / "run")
     records = [list(sample.trajectory(f"g.{member}", steps=20, opening=opening)) for member in range(GROUP)]
     asyncio.run(_fill(paths, iter([[opening], *records])))
     compact(paths)
-    width = sum(dtype.itemsize for dtype, _ in COLUMNS.values())
-    whole = sum(2000 * (step + 2) for step in range(20)) * GROUP * width
+    whole = sum(2000 * (step + 2) for step in range(20)) * GROUP
     with Store(paths) as store:
-        stored = sum(shard.directory["datasets"]["tokens/ids"][1] for shard in store._shards.values()) * width
+        stored = sum(shard.directory["datasets"]["tokens/ids"][1] for shard in store._shards.values())
         head = store.head("g.3")
         assert head is not None
         rows = [row for row in store._walk("g.3", head) if row.num_tokens]  # as Store.sequence puts a context together

@@ -6,14 +6,14 @@ A trajectory's records lie side by side, in the order that they were added; equa
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from crc32c import crc32c
 
-from hpcrl.store.records import COLUMNS, Kind, Parts, from_json
+from hpcrl.store.records import COLUMNS, Kind, Parts, filler, from_json
 from hpcrl.store.rows import FRAGMENT, STEPS, TRAJECTORIES, Row, Table, number, summarize, table, version_range
 
 REWARDS: Mapping[str, str] = {
@@ -35,7 +35,7 @@ TRANSITIONS: Mapping[str, str] = {
 }
 _KEPT = frozenset({Kind.ADOPT, Kind.END, Kind.REWARD, Kind.TRANSITION})  # whose meta becomes columns
 _KINDS = {int(kind): kind for kind in Kind}
-_DEFAULTS = {name: np.array([default], dtype).tobytes() for name, (dtype, default) in COLUMNS.items()}
+_ZEROS = (0,) * len(COLUMNS)
 
 
 Buffer = bytes | memoryview
@@ -46,15 +46,15 @@ class _Item:
     row: Row
     source: int
     text: memoryview
-    arrays: Mapping[str, memoryview]
+    arrays: Sequence[memoryview]  # none, the ids, or all COLUMNS
 
 
 def _sampled(arrays: Mapping[str, memoryview]) -> tuple[int, int, int]:
     """The lowest and the highest version of the sampled tokens (-1 without), and how many these are."""
     sampled, versions = arrays.get("sampled", b""), arrays.get("versions", b"")
     count = bytes(sampled).count(1)
-    if 0 < count == len(sampled) and versions == bytes(versions[:4]) * count:
-        (version,) = np.frombuffer(versions[:4], "<i4").tolist()
+    if 0 < count == len(sampled) and bytes(versions) == (first := bytes(versions[:4])) * count:
+        version = int.from_bytes(first, "little", signed=True)
         return version, version, count
     found = np.frombuffer(versions, "<i4")
     return *version_range(found[np.frombuffer(sampled, "?")] if len(found) == len(sampled) else found), count
@@ -64,7 +64,6 @@ class Packer:
     def __init__(self) -> None:
         self._items: dict[str, dict[bytes, _Item]] = {}
         self._metas: dict[str, Mapping[str, Any]] = {}
-        self._filler: dict[str, memoryview] = {}
 
     def __len__(self) -> int:
         return sum(map(len, self._items.values()))
@@ -82,57 +81,57 @@ class Packer:
             math.nan if head.meta.wall is None else head.meta.wall, head.arrays.get("ids", 0), num_sampled, low, high,
             "", 0, offset, "", 0,
         )  # fmt: skip
-        items[digest] = _Item(row, source, text, arrays)
+        whole = list(arrays.values())
+        if 1 < len(whole) < len(COLUMNS):
+            whole = [arrays.get(column) or filler(column, head.arrays["ids"]) for column in COLUMNS]
+        items[digest] = _Item(row, source, text, whole)
         if kind in _KEPT:
             self._metas[name] = from_json(text)["meta"]
 
-    def pack(self, nodes: list[str]) -> tuple[dict[str, Table], dict[str, list[Buffer]]]:
-        """The tables, and the columns in pieces, which are views of what was added. `nodes`: of each source."""
-        steps: list[tuple[Any, ...]] = []
+    def columns(self) -> dict[str, list[memoryview]]:
+        """What was added, in its order: each column's pieces."""
+        items = [item for items in self._items.values() for item in items.values()]
+        made = {name: [item.arrays[at] for item in items if len(item.arrays) > at] for at, name in enumerate(COLUMNS)}
+        return {**made, "meta": [item.text for item in items]}
+
+    def tables(self, nodes: Sequence[str]) -> dict[str, Table]:
+        """All but `steps`; no row of `trajectories` has its CRC yet. `nodes`: of each source."""
         summaries: list[tuple[Any, ...]] = []
-        parts: dict[str, list[Buffer]] = {name: [] for name in (*COLUMNS, "meta")}
-        columns = [(name, dtype.itemsize, parts[name]) for name, (dtype, _) in COLUMNS.items()]
-        token = letter = 0
-        for index, (trajectory, items) in enumerate(self._items.items()):
-            first = len(steps)
+        first = 0
+        for trajectory, items in self._items.items():
             for item in items.values():
-                row = item.row
-                row.node = nodes[item.source]
-                crcs = []
-                for name, size, pieces in columns:
-                    part = item.arrays.get(name)
-                    if part is None:
-                        part = self._fill(name, row.num_tokens * size)
-                    crcs.append(crc32c(part))
-                    pieces.append(part)
-                parts["meta"].append(item.text)
-                steps.append((
-                    row.kind, index, row.attempt, row.step, row.hash, row.parent, row.root, row.wall, token,
-                    row.num_tokens, row.num_sampled, row.min_version, row.max_version, letter, len(item.text),
-                    item.source, row.offset, crc32c(item.text), *crcs,
-                ))  # fmt: skip
-                token += row.num_tokens
-                letter += len(item.text)
+                item.row.node = nodes[item.source]
             rows = [item.row for item in items.values()]
             summaries.append((*summarize(trajectory, rows, self._metas), first, len(rows), 0))
-        tables = {
-            "steps": table(steps, STEPS),
+            first += len(rows)
+        return {
             "trajectories": table(summaries, {**TRAJECTORIES, **FRAGMENT}),
             "rewards": table(list(self._rewards()), REWARDS),
             "transitions": table(list(self._transitions()), TRANSITIONS),
         }
-        for found in tables["trajectories"]:
-            first, stop = int(found["first_row"]), int(found["first_row"] + found["num_rows"])
-            found["crc_rows"] = crc32c(tables["steps"][first:stop].tobytes())
-        return tables, parts
 
-    def _fill(self, column: str, size: int) -> memoryview:
-        """The default, so often that it makes `size` bytes."""
-        filler = self._filler.get(column)
-        if filler is None or len(filler) < size:
-            one = _DEFAULTS[column]
-            filler = self._filler[column] = memoryview(one * (max(size, 65536) // len(one)))
-        return filler[:size]
+    def steps(self, trajectories: Table) -> Table:
+        """The rows of all records. Enters their CRCs into `trajectories`."""
+        steps: list[tuple[Any, ...]] = []
+        token = generated = letter = 0
+        for index, items in enumerate(self._items.values()):
+            for item in items.values():
+                row = item.row
+                num_gen = row.num_tokens if len(item.arrays) > 1 else 0
+                crcs = [crc32c(part) for part in item.arrays]
+                steps.append((
+                    row.kind, index, row.attempt, row.step, row.hash, row.parent, row.root, row.wall, token,
+                    row.num_tokens, row.num_sampled, row.min_version, row.max_version, letter, len(item.text),
+                    item.source, row.offset, crc32c(item.text), *crcs, *_ZEROS[len(crcs) :], generated, num_gen,
+                ))  # fmt: skip
+                token += row.num_tokens
+                generated += num_gen
+                letter += len(item.text)
+        made = table(steps, STEPS)
+        for found in trajectories:
+            first, stop = int(found["first_row"]), int(found["first_row"] + found["num_rows"])
+            found["crc_rows"] = crc32c(made[first:stop].tobytes())
+        return made
 
     def _of(self, kind: Kind) -> Iterable[tuple[str, Row, Mapping[str, Any]]]:
         for trajectory, items in self._items.items():

@@ -22,8 +22,8 @@ from hpcrl.store.compact import SHARD_BYTES, claim, provenance, shard_path, shar
 from hpcrl.store.index import Store
 from hpcrl.store.ledger import entries, lineage
 from hpcrl.store.pack import Packer
-from hpcrl.store.records import Kind, split
-from hpcrl.store.rows import Row, text
+from hpcrl.store.records import COLUMNS, GENERATED, Kind, split
+from hpcrl.store.rows import Row, generated, text
 from hpcrl.store.segment import CLOSED, OPEN, read_header, segments
 from hpcrl.store.shard import SEGMENTS, Shard, write_shard
 from hpcrl.types import ConfigError, State, StoreError
@@ -156,8 +156,9 @@ def _choose(store: Store, needs: Mapping[str, str], sizes: Mapping[str, int], ke
 
 
 def _bytes(steps: Any) -> int:
-    tokens, letters = int(steps["num_tokens"].sum()), int(steps["meta_bytes"].sum())
-    return tokens * 13 + letters + len(steps) * int(steps.dtype.itemsize)
+    width = sum(COLUMNS[name][0].itemsize for name in GENERATED)
+    tokens = int(steps["num_tokens"].sum()) * COLUMNS["ids"][0].itemsize + int(generated(steps)[1].sum()) * width
+    return tokens + int(steps["meta_bytes"].sum()) + len(steps) * int(steps.dtype.itemsize)
 
 
 def _carry(store: Store, needs: Mapping[str, str], kept: Mapping[str, str], sizes: Mapping[str, int]) -> _Choice:

@@ -86,7 +86,7 @@ COLUMNS: Mapping[str, tuple[np.dtype[Any], Any]] = {  # of tokens: dtype, value 
     "versions": (np.dtype("<i4"), -1),
     "sampled": (np.dtype("?"), False),
 }
-
+GENERATED = ("logprobs", "versions", "sampled")  # those that only a record of what the policy sampled has
 
 _SIZES = [(name, dtype.itemsize) for name, (dtype, _) in COLUMNS.items()]
 NO_IDS = np.empty(0, "<i4")
@@ -215,6 +215,18 @@ def joined(parts: Sequence[NDArray[Any]], column: str) -> NDArray[Any]:
     return np.frombuffer(bytearray().join(buffers), COLUMNS[column][0])
 
 
+_fillers: dict[str, memoryview] = {}
+
+
+def filler(column: str, count: int) -> memoryview:
+    """A token column's default, `count` times, as bytes."""
+    dtype, default = COLUMNS[column]
+    made = _fillers.get(column)
+    if made is None or len(made) < count * dtype.itemsize:
+        made = _fillers[column] = memoryview(np.full(max(count, 4096), default, dtype).tobytes())
+    return made[: count * dtype.itemsize]
+
+
 def prompt(ids: ArrayLike) -> Record:
     """The PROMPT record of these token ids [T]."""
     return Record(kind=Kind.PROMPT, ids=np.asarray(ids, COLUMNS["ids"][0]))
@@ -306,7 +318,7 @@ class Skimmed(msgspec.Struct):
 
 
 _skim = msgspec.json.Decoder(Skimmed).decode
-Parts = tuple[Skimmed, memoryview, Mapping[str, memoryview]]
+Parts = tuple[Skimmed, memoryview, dict[str, memoryview]]
 
 
 def split(payload: bytes | memoryview) -> Parts:
@@ -330,9 +342,13 @@ def _cut(payload: bytes | memoryview) -> tuple[memoryview, memoryview]:
 
 
 def _arrays(rest: memoryview, counts: Mapping[str, int]) -> dict[str, memoryview]:
-    arrays, start = {}, 0
+    arrays: dict[str, memoryview] = {}
+    start = 0
+    num_tokens = counts.get("ids", 0)
     for name, size in _SIZES:
         if count := counts.get(name, 0):
+            if count != num_tokens:
+                raise ValueError(f"{name}: {count}, ids: {num_tokens}")
             arrays[name] = rest[start : start + count * size]
             start += count * size
     if start != len(rest):

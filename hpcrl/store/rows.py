@@ -42,6 +42,8 @@ STEPS: Mapping[str, str] = {
     "crc_logprobs": "<u4",
     "crc_versions": "<u4",
     "crc_sampled": "<u4",
+    "gen_start": "<i8",  # where its slice of GENERATED begins
+    "num_gen": "<i4",  # num_tokens, or 0 where the record has none of them
 }
 TRAJECTORIES: Mapping[str, str] = {
     "id": "S",
@@ -123,6 +125,13 @@ class Row:
             num_sampled=int(np.count_nonzero(record.sampled)), min_version=low, max_version=high, node=node,
             segment=segment, offset=offset, file=file, at=offset,
         )  # fmt: skip
+
+
+def generated(steps: Table) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
+    """Of each row its slice of GENERATED: where it begins, its length. Before schema 3 these were as long as ids."""
+    if "gen_start" in (steps.dtype.names or ()):
+        return steps["gen_start"], steps["num_gen"]
+    return steps["token_start"], steps["num_tokens"]
 
 
 def version_range(versions: NDArray[np.int32]) -> tuple[int, int]:

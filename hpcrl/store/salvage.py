@@ -17,9 +17,9 @@ import numpy as np
 from crc32c import crc32c
 from numpy.typing import NDArray
 
-from hpcrl.store.records import COLUMNS, LENGTH, Record, Torn, from_json, raw_frame, sound
+from hpcrl.store.records import COLUMNS, GENERATED, LENGTH, Record, Torn, from_json, raw_frame, sound
 from hpcrl.store.remains import find_frame, remains, what_is_left
-from hpcrl.store.rows import Table
+from hpcrl.store.rows import Table, generated
 from hpcrl.store.segment import CLOSED, OPEN, name_parts, read_header
 from hpcrl.store.shard import PATHS, SEGMENTS, Source, parse_directory
 from hpcrl.types import StoreError
@@ -147,14 +147,16 @@ def _datasets(path: Path, data: bytes) -> dict[str, NDArray[Any]]:
 def _salvage(found: Mapping[str, Table], steps: Table, columns: Mapping[str, NDArray[Any]], at: int) -> _Row:
     row = steps[at]
     before, after = steps[at - 1] if at else None, steps[at + 1] if at + 1 < len(steps) else None
+    starts, lengths = generated(steps[max(at - 1, 0) : at + 1])
     tokens, letters = [int(row["token_start"])], [(int(row["meta_start"]), int(row["meta_start"] + row["meta_bytes"]))]
     end = int(after["meta_start"]) if after is not None else len(columns["meta"])
     tokens.append(int(before["token_start"] + before["num_tokens"]) if before is not None else 0)
+    gens = [int(starts[-1]), int(starts[0] + lengths[0]) if before is not None else 0]
     letters.append((int(before["meta_start"] + before["meta_bytes"]) if before is not None else 0, end))
     place = {"source": min(max(int(row["segment"]), 0), len(found["segments"]) - 1), "offset": int(row["offset"])}
-    for first, (start, stop) in itertools.product(tokens, letters):
+    for first, gen, (start, stop) in itertools.product(tokens, gens, letters):
         if 0 <= start < stop <= len(columns["meta"]):
-            record = _intact(row, columns, first, columns["meta"][start:stop].tobytes())
+            record = _intact(row, columns, first, gen, columns["meta"][start:stop].tobytes())
             if record is not None:
                 return _Row(record=record, said={}, **place)
     start, stop = letters[0]
@@ -172,11 +174,16 @@ def _salvage(found: Mapping[str, Table], steps: Table, columns: Mapping[str, NDA
     return _Row(record=None, said=said, **place)
 
 
-def _intact(row: Any, columns: Mapping[str, NDArray[Any]], first: int, head: bytes) -> Record | None:
-    """The record whose header is `head` and whose tokens begin at `first`, when it is the row's."""
+def _intact(row: Any, columns: Mapping[str, NDArray[Any]], first: int, gen: int, head: bytes) -> Record | None:
+    """The record whose header is `head`, whose ids begin at `first` and the columns beside at `gen`, when it is the
+    row's."""
     try:
         counts = from_json(head)["arrays"]
-        whole = {name: columns[name][first : first + counts.get("ids", 0)] for name in COLUMNS}
+        size = counts.get("ids", 0)
+        whole = {"ids": columns["ids"][first : first + size]}
+        if len(columns["sampled"]) < len(columns["ids"]) and counts.keys().isdisjoint(GENERATED):
+            size = 0
+        whole |= {name: columns[name][gen : gen + size] for name in GENERATED}
         arrays = [whole[name][: counts[name]].tobytes() for name in COLUMNS if name in counts]
         record = Record.decode(b"".join((LENGTH.pack(len(head)), head, *arrays)), _plain(row["hash"]))
     except (ValueError, KeyError, TypeError, AttributeError):

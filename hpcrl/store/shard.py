@@ -5,7 +5,8 @@
     trajectories [K]      one row per trajectory: a summary, its slice of steps and that slice's CRC
     rewards, transitions  what END, REWARD and TRANSITION records say, as rows
     segments              what it was made from
-    tokens/{ids,logprobs,versions,sampled} [T], text/meta [M]     all records', one after the other, defaults filled in
+    tokens/ids [T], text/meta [M]             all records', one after the other
+    tokens/{logprobs,versions,sampled} [G]    those of the records that have any of them, defaults filled in
 
 Every dataset is contiguous, and the user block says where: so this reader needs no HDF5, one `pread` gets a slice. Each
 slice that is read is checked against its CRC before anything is made of it.
@@ -33,19 +34,19 @@ from numpy.typing import NDArray
 
 from hpcrl.layout import by_name, publishing
 from hpcrl.store.pack import Buffer, Packer
-from hpcrl.store.records import COLUMNS, LENGTH, Kind, NewerError, Record, from_json
-from hpcrl.store.rows import Row, Table, table, text
+from hpcrl.store.records import COLUMNS, GENERATED, LENGTH, Kind, NewerError, Record, filler, from_json
+from hpcrl.store.rows import STEPS, Row, Table, generated, table, text
 from hpcrl.types import StoreError
 
-SCHEMA = 2  # 1: no CONTENT, and headers in text/meta were all ASCII
+SCHEMA = 3  # 2: logprobs, versions and sampled as long as ids; 1: no CONTENT, headers in text/meta were all ASCII
 MAGIC = b"hpcrlshd"
 _HEAD = Struct("<8sII")  # magic, bytes of the user block, bytes of the JSON
 _CRC = Struct("<I")
 _IOV_MAX = 1000
 SEGMENTS = {"name": "S", "uid": "S", "node": "S", "number": "<i8", "records": "<i8"}
 Source = Mapping[str, Any]  # a segment: the fields of SEGMENTS
-_TOKENS = [(name, f"crc_{name}") for name in COLUMNS]
 PATHS = {**{name: f"tokens/{name}" for name in COLUMNS}, "meta": "text/meta"}
+_STEPS_DTYPE = np.dtype([*STEPS.items()])
 _DTYPES = {**{f"tokens/{name}": dtype for name, (dtype, _) in COLUMNS.items()}, "text/meta": np.dtype("u1")}
 
 
@@ -63,15 +64,20 @@ def write_shard(
 
     Raises OSError when there is no space, or what `before_publishing` raises; then nothing is at `path`.
     """
-    tables, columns = packer.pack([source["node"] for source in sources])
+    columns: dict[str, Sequence[Buffer]] = {PATHS[name]: pieces for name, pieces in packer.columns().items()}
+    tables = packer.tables([source["node"] for source in sources])
     tables["segments"] = table([[source[name] for name in SEGMENTS] for source in sources], SEGMENTS)
-    parts: dict[str, Sequence[Buffer]] = {name: [rows.tobytes()] for name, rows in tables.items()}
-    parts |= {PATHS[name]: pieces for name, pieces in columns.items()}
-    places: dict[str, list[Any]] = {}  # as the directory has them: offset, count, dtype, CRC (the first and last later)
-    for name, pieces in parts.items():
-        dtype = tables[name].dtype if name in tables else _DTYPES[name]
-        places[name] = [1 << 60, sum(map(len, pieces)) // dtype.itemsize, _descr(dtype), 1 << 32]
-    head = {"schema": SCHEMA, "bytes": 1 << 60, "crc32c": 1 << 32, "datasets": places, "attrs": dict(attrs)}
+    sizes = {name: (sum(map(len, pieces)) // _DTYPES[name].itemsize, _DTYPES[name]) for name, pieces in columns.items()}
+    sizes |= {"steps": (len(packer), _STEPS_DTYPE), **{name: (len(rows), rows.dtype) for name, rows in tables.items()}}
+    # As the directory has them: offset, count, dtype, CRC (the first and the last later).
+    places = {name: [1 << 60, count, _descr(dtype), 1 << 32] for name, (count, dtype) in sizes.items()}
+    head: dict[str, Any] = {
+        "schema": SCHEMA,
+        "bytes": 1 << 60,
+        "crc32c": 1 << 32,
+        "datasets": places,
+        "attrs": dict(attrs),
+    }
     block = 4096
     while block < _HEAD.size + _CRC.size + len(json.dumps(head)):
         block *= 2
@@ -82,12 +88,19 @@ def write_shard(
             os.ftruncate(fd, skeleton.size)
             for offset, data in skeleton.written:
                 _write_at(fd, offset, [data])
-            for name, pieces in parts.items():
+            for name, pieces in columns.items():
                 _write_at(fd, places[name][0], pieces)
             with ThreadPoolExecutor(1) as disk:
                 synced = disk.submit(os.fdatasync, fd)  # while we go through it all
-                for name, pieces in parts.items():  # not of what lies in the file now: a write may be lost
+                tables["steps"] = packer.steps(tables["trajectories"])
+                written: dict[str, Sequence[Buffer]] = {name: [rows.tobytes()] for name, rows in tables.items()}
+                for name, pieces in {
+                    **columns,
+                    **written,
+                }.items():  # not of the file: a write may be lost
                     places[name][3] = functools.reduce(lambda crc, piece: crc32c(piece, crc), pieces, 0)
+                for name, pieces in written.items():
+                    _write_at(fd, places[name][0], pieces)
                 with mmap.mmap(fd, 0, access=mmap.ACCESS_READ) as mapped, memoryview(mapped) as view:
                     head |= {"bytes": len(view), "crc32c": crc32c(view[block:])}
                 synced.result()
@@ -262,8 +275,14 @@ class Shard:
 
     def tokens(self, steps: Table) -> dict[str, NDArray[Any]]:
         """The token columns, [T] each, of rows of `steps` whose tokens lie side by side; each row's checked."""
-        start, counts = int(steps["token_start"][0]), steps["num_tokens"].tolist()
-        return {name: self._slices(name, start, counts, steps[crcs].tolist()) for name, crcs in _TOKENS}
+        counts: list[int] = steps["num_tokens"].tolist()
+        start, lengths = generated(steps)
+        found = {"ids": self._slices("ids", int(steps["token_start"][0]), counts, steps["crc_ids"].tolist())}
+        sizes = lengths.tolist()
+        for name in GENERATED:
+            part = self._slices(name, int(start[0]), sizes, steps[f"crc_{name}"].tolist())
+            found[name] = part if sizes == counts else _spread(part, sizes, counts, name)
+        return found
 
     def meta(self, steps: Table) -> bytes:
         """The headers' JSON, one after the other, likewise."""
@@ -284,10 +303,14 @@ class Shard:
 
     def ahead(self, steps: Table) -> None:
         """Ask the disk for what `tokens` of these rows will read."""
-        start, count = int(steps["token_start"][0]), int(steps["num_tokens"].sum())
+        extents = [
+            (int(at[0]), int(at[-1] + of[-1]))
+            for at, of in ((steps["token_start"], steps["num_tokens"]), generated(steps))
+        ]
         for name in COLUMNS:
+            start, stop = extents[name != "ids"]
             offset, _, dtype, _ = self._places[PATHS[name]]
-            self._ahead(offset + start * dtype.itemsize, count * dtype.itemsize)
+            self._ahead(offset + start * dtype.itemsize, (stop - start) * dtype.itemsize)
 
     def ahead_steps(self, fragment: int) -> None:
         """Ask the disk for what `steps` will read."""
@@ -363,6 +386,16 @@ def parse_directory(path: Path, start: bytes) -> tuple[dict[str, Any], Places]:
     return directory, {
         name: (offset, count, np.dtype(_tuples(descr)), crc) for name, (offset, count, descr, crc) in found
     }
+
+
+def _spread(part: NDArray[Any], lengths: Sequence[int], counts: Sequence[int], name: str) -> NDArray[Any]:
+    """A column at full length: each row's slice where the row's tokens begin, the default where it has none."""
+    pieces: list[Any] = []
+    at = 0
+    for length, count in zip(lengths, counts, strict=True):
+        pieces.append(part[at : at + length] if length else filler(name, count))
+        at += length
+    return np.frombuffer(bytearray().join(pieces), COLUMNS[name][0])
 
 
 def _array(data: bytes, dtype: np.dtype[Any]) -> NDArray[Any]:

@@ -16,6 +16,7 @@ import contextlib
 import logging
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from errno import EIO
@@ -138,7 +139,8 @@ class Log:
         self._broken: dict[Path, int] = {}  # segments that failed -> their confirmed end; still to be closed
         self.failures = 0  # batches that could not be stored
         self.last_error = OSError()  # why the latest of them could not
-        self._waiting: list[_Waiting] = []
+        self._waiting: deque[_Waiting] = deque()
+        self._batch: list[_Waiting] = []  # what is being committed
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._synced_at = -float("inf")
@@ -198,7 +200,7 @@ class Log:
                 if pause > 0 and not self._closed:
                     await asyncio.sleep(pause)
                 await self._commit()
-            if self._segment is not None and (self._segment.end >= self._bytes or self._left_s() <= 0):
+            if self._is_due():
                 await self._in_thread(self._close_segment)
                 self._mover = asyncio.create_task(self._move(quiet=True))
 
@@ -221,36 +223,40 @@ class Log:
         return self._segment.since + self._age_s - self._clock() if self._segment else 0.0
 
     async def _commit(self) -> None:
-        batch, self._waiting = self._waiting, []
+        self._batch = self._take()
         began = self._clock()
-        while True:
-            self._synced_at = self._clock()
+        while self._batch:
             try:
-                places = await self._in_thread(self._write, [frame for frames, _ in batch for frame in frames])
-                break
+                last = await self._in_thread(self._write_batches, asyncio.get_running_loop())
+                self._deliver(*last)  # by the loop, so that what waits is on its way before anyone hears of it
+                self._batch = []
             except Exception as error:
                 self.full = is_full(error) and not self._closed and self._clock() - began < self._patience_s
                 if self.full:  # nothing is acknowledged meanwhile, and nothing fails yet
                     await asyncio.sleep(FULL_RETRY_S)
                     continue
-                self._fail(batch, error)
+                self._fail(error)
                 if not isinstance(error, OSError):
                     raise
-                return
+
+    def _take(self) -> list[_Waiting]:
+        """All that waits. Of a deque, since the commit thread takes from it what the loop puts in."""
+        return [self._waiting.popleft() for _ in range(len(self._waiting))]
+
+    def _deliver(self, batch: Sequence[_Waiting], places: Sequence[Place]) -> None:
         self.full = False
-        self.sync_s += 0.2 * (self._clock() - self._synced_at - self.sync_s)
         start = 0
         for frames, future in batch:
             if not future.done():
-                future.set_result(places[start : start + len(frames)])
+                future.set_result(list(places[start : start + len(frames)]))
             start += len(frames)
 
-    def _fail(self, batch: Sequence[_Waiting], error: Exception) -> None:
+    def _fail(self, error: Exception) -> None:
         """What waits behind the batch fails with it: it may build on a record that isn't there."""
         self.failures += 1
         self.last_error = OSError(getattr(error, "errno", 0) or EIO, str(error))
-        behind, self._waiting = self._waiting, []
-        for _, future in [*batch, *behind]:
+        failed, self._batch = [*self._batch, *self._take()], []
+        for _, future in failed:
             if not future.done():
                 future.set_exception(OSError(*self.last_error.args))
 
@@ -259,6 +265,23 @@ class Log:
         return await asyncio.shield(asyncio.get_running_loop().run_in_executor(self._thread, call, *args))
 
     # ---- in the commit thread
+
+    def _write_batches(self, loop: asyncio.AbstractEventLoop) -> tuple[list[_Waiting], list[Place]]:
+        """Commit the batch; where syncs are not paced, then what has come since, without a turn of the loop between.
+        The last one, and where it lies."""
+        while True:
+            self._synced_at = self._clock()
+            places = self._write([frame for frames, _ in self._batch for frame in frames])
+            self.sync_s += 0.2 * (self._clock() - self._synced_at - self.sync_s)
+            behind = [] if self._interval_s or self._is_due() else self._take()
+            if not behind:
+                return self._batch, places
+            loop.call_soon_threadsafe(self._deliver, self._batch, places)
+            self._batch = behind
+
+    def _is_due(self) -> bool:
+        """Whether the open segment is to be closed."""
+        return self._segment is not None and (self._segment.end >= self._bytes or self._left_s() <= 0)
 
     def _write(self, frames: Sequence[bytes]) -> list[Place]:
         if self._segment is None:

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from hpcrl.types import ConfigError
 
@@ -115,12 +115,70 @@ class Evaluation(Table):
     temperature: PositiveNumber = 1.0
 
 
+def seconds_of(text: str) -> int:
+    """Slurm's forms of a time: M, M:S, H:M:S, D-H, D-H:M, D-H:M:S. Raises ValueError for anything else."""
+    found = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text, re.ASCII)
+    if found is None:
+        raise ValueError(f"{text!r} is no time that Slurm knows; write minutes, H:MM:SS or D-HH:MM:SS")
+    days, *rest = found.groups()
+    first, second, third = (int(part or 0) for part in rest)
+    if days is not None:
+        return ((int(days) * 24 + first) * 60 + second) * 60 + third
+    if rest[2] is not None:
+        return (first * 60 + second) * 60 + third
+    return first * 60 + second
+
+
+def _time(value: object) -> str:
+    text = str(value) if isinstance(value, str | int) and not isinstance(value, bool) else repr(value)
+    if not seconds_of(text):
+        raise ValueError("must be more than nothing")
+    return text
+
+
+Memory = Annotated[str, Field(pattern=r"^(\d+[KMGT]?)?$")]
+Line = Annotated[str, Field(pattern=r"^[^\n]*$")]
+
+
+class Slurm(Table):
+    """What a job asks Slurm for. A pool's `slurm`, `learner.slurm` and `control.slurm` overrule it, key by key."""
+
+    account: Line = ""
+    partition: Line = ""
+    qos: Line = ""
+    constraint: Line = ""
+    exclude: Line = ""  # nodes
+    time: Annotated[str, BeforeValidator(_time)] = "1-00:00:00"  # the limit of each job, in any of Slurm's forms
+    cpus: Count = 0  # per task; 0: what the role needs
+    memory: Memory = ""  # per node, as "16G"; a site takes this or memory_per_cpu
+    memory_per_cpu: Memory = ""
+    exclusive: bool = False
+    gres: Line = "gpu:{gpus}"  # of jobs that need GPUs
+    signal_s: Positive = 120  # how long before its end a job is told of it
+    requeue: bool = True
+    modules: tuple[Line, ...] = Field(default=(), strict=False)  # to load
+    setup: tuple[Line, ...] = Field(default=(), strict=False)  # lines of the script, before Python starts
+    directives: tuple[Annotated[str, Field(pattern=r"^--[a-z][^\n]*$")], ...] = Field(default=(), strict=False)
+    container: Line = ""  # image in which Python runs
+    container_runtime: Literal["apptainer", "singularity", "pyxis"] = "apptainer"
+    container_python: Line = "python3"
+
+    @model_validator(mode="after")
+    def _one_memory(self) -> Slurm:
+        if self.memory and self.memory_per_cpu:
+            raise ValueError("memory and memory_per_cpu exclude each other")
+        return self
+
+
+SlurmHere = dict[str, Any]  # some keys of Slurm
+
+
 class Rollout(Table):
     """A pool of rollout nodes."""
 
     name: Name = "rollout"
     jobs: Positive = 1
-    engines: Positive = 1  # per node
+    engines: Count = 1  # per node; 0: for trajectories of the expert alone
     hosts: Positive = 1  # per node: processes that run agent loops
     gpus: Count = 0  # per engine; 0: a CPU engine
     tensor_parallel: Positive = 1
@@ -133,6 +191,7 @@ class Rollout(Table):
     threads: Count = 1  # CPU threads of a CPU engine; 0: the engine's choice
     start_timeout_s: PositiveNumber = 600.0
     probe_tolerance: PositiveNumber = 0.15  # mean |Δlogprob| between engine and learner on a version's probe
+    slurm: SlurmHere = {}
 
 
 class SandboxPool(Table):
@@ -146,10 +205,12 @@ class SandboxPool(Table):
     processes: Positive = 64
     disk_mib: Positive = 64
     command_timeout_s: PositiveNumber = 30.0
+    slurm: SlurmHere = {}
 
 
 class Learner(Table):
     ranks: Positive = 1
+    nodes: Positive = 1  # that these are spread over, evenly
     gpus: Count = 0  # per rank; 0: CPU
     threads: Positive = 1  # CPU threads per rank
     micro_batch_tokens: Positive = 16384  # padded tokens per forward
@@ -160,6 +221,19 @@ class Learner(Table):
     betas: tuple[Number, Number] = Field(default=(0.9, 0.95), strict=False)
     weight_decay: Number = 0.0
     collective_timeout_s: PositiveNumber = 600.0
+    slurm: SlurmHere = {}
+
+    @model_validator(mode="after")
+    def _even(self) -> Learner:
+        if self.ranks % self.nodes:
+            raise ValueError(f"ranks ({self.ranks}) must be a multiple of nodes ({self.nodes})")
+        return self
+
+
+class Control(Table):
+    """The job of scheduler and driver."""
+
+    slurm: SlurmHere = {}
 
 
 class Store(Table):
@@ -174,7 +248,9 @@ class Store(Table):
 
 
 class Launch(Table):
-    executor: Literal["local"] = "local"
+    executor: Literal["local", "slurm"] = "local"
+    interface: str = ""  # by which nodes reach each other (`ip addr` names them); "": Slurm's address of the node
+    look_s: PositiveNumber = 5.0  # between two questions to Slurm
     ports: Annotated[str, Field(pattern=r"^\d+-\d+$")] = "20000-20999"
     dashboard: bool = True
     restarts: Count = 5  # replacements of a role's job without an update in between
@@ -216,8 +292,10 @@ class Config(Table):
     rollout: tuple[Rollout, ...] = Field(default=(Rollout(),), strict=False, min_length=1)
     sandbox: tuple[SandboxPool, ...] = Field(default=(SandboxPool(),), strict=False)
     learner: Learner = Learner()
+    control: Control = Control()
     store: Store = Store()
     launch: Launch = Launch()
+    slurm: Slurm = Slurm()
     retries: Retries = Retries()
 
     @model_validator(mode="after")
@@ -229,6 +307,9 @@ class Config(Table):
                 raise ValueError(f"[[{key}]] names must differ, found {twice[0]!r} twice")
         if not self.phase:
             raise ValueError("at least one [[phase]] table is needed")
+        samples = self.evaluation.tasks or any(not phase.from_expert for phase in self.phase)
+        if samples and not any(pool.engines for pool in self.rollout):
+            raise ValueError("rollout: no pool has engines, which phases of objective grpo and evaluations need")
         for pool in self.rollout:
             if self.sampling.max_context > pool.max_model_len:
                 raise ValueError(
@@ -237,12 +318,41 @@ class Config(Table):
                 )
         return self
 
+    @model_validator(mode="after")
+    def _slurm_of_each(self) -> Config:
+        own = {"control": self.control.slurm, "learner": self.learner.slurm}
+        own |= {f"rollout.{pool.name}": pool.slurm for pool in self.rollout}
+        own |= {f"sandbox.{pool.name}": pool.slurm for pool in self.sandbox}
+        for name, keys in own.items():
+            try:
+                self._slurm(keys)
+            except ValidationError as error:
+                said = [_explain(keys, row, Slurm, f"{name}.slurm") for row in error.errors()]
+                raise ValueError("; ".join(said)) from error
+        return self
+
+    def _slurm(self, own: Mapping[str, Any]) -> Slurm:
+        return Slurm.model_validate({**self.slurm.model_dump(), **own})
+
+    def slurm_of(self, role: str, index: int) -> Slurm:
+        """What a role's job asks for."""
+        table = getattr(self, role) if role in ("control", "learner") else self.pool(role, index)
+        return self._slurm(table.slurm)
+
+    def pool(self, role: str, index: int) -> Any:
+        """The pool that the `index`-th job of a role belongs to."""
+        for pool in getattr(self, role):
+            if index < pool.jobs:
+                return pool
+            index -= pool.jobs
+        raise AssertionError(f"no pool has a job {index}")
+
     def phase_named(self, name: str) -> Phase:
         return next(phase for phase in self.phase if phase.name == name)
 
 
 # Tables that a resume may change: all about size and pace. The rest defines the run, and so do these keys within.
-LIVE_KEYS = ("rollout", "sandbox", "store", "launch", "retries", "learner", "evaluation")
+LIVE_KEYS = ("rollout", "sandbox", "store", "launch", "retries", "learner", "evaluation", "slurm", "control")
 FIXED_WITHIN = {"learner": ("grad_clip", "betas", "weight_decay")}
 
 
@@ -399,10 +509,10 @@ def _validate(tree: Mapping[str, Any], source: str) -> Config:
         raise ConfigError(f"{source}: " + "; ".join(_explain(tree, row) for row in error.errors()[:5])) from error
 
 
-def _explain(tree: Mapping[str, Any], row: Any) -> str:
-    labels: list[str] = []
+def _explain(tree: Mapping[str, Any], row: Any, root: type[Table] | None = None, name: str = "") -> str:
+    labels = [name] if name else []
     where: Any = tree
-    table: Any = Config
+    table: Any = root or Config
     for part in row["loc"]:
         there = part < len(where) if isinstance(where, list) else isinstance(where, dict) and part in where
         where = where[part] if there else None

@@ -32,11 +32,13 @@ from hpcrl import flow as f
 from hpcrl.config import Config
 from hpcrl.fleet import Fleet
 from hpcrl.layout import RunPaths, is_full, publish, publish_json, read_json
+from hpcrl.node import job_of
 from hpcrl.observe.summary import plot
 from hpcrl.restore import restore
 from hpcrl.rollout.loop import DISK
 from hpcrl.store.index import Store
 from hpcrl.store.ledger import LedgerWriter, ProgressReader, UpdateRow, lineage
+from hpcrl.store.seal import seal_dead
 from hpcrl.types import Ended, Entry, EnvironmentFamily, HpcrlError, Task
 from hpcrl.workers.guest import TOPIC
 from hpcrl.workers.hosts import run_ticket
@@ -46,6 +48,7 @@ logger = logging.getLogger(__name__)
 TICK_S = 0.25
 PROBE_S = 1.0  # between two looks at a node's engines
 END_GRACE_S = 30.0
+MOVED = "moved"
 CALL_S, LOAD_S = 30.0, 900.0  # for an answer; for one to a load
 TRAJECTORY = re.compile(r"[A-Za-z0-9._-]{1,200}\.0")  # of one that a user asks for: the only one of its group
 LEAST_FREE_BYTES = 1 << 20  # with less than that in the run folder's filesystem a run ends itself
@@ -152,7 +155,8 @@ class Driver:
         self._submitted: set[str] = set()  # trajectories that users asked for
 
     async def run(self) -> str:
-        """Until the run is over; returns the outcome: "done", "stopped", "failed: why" or "full: where"."""
+        """Until the run is over; returns the outcome: "done", "stopped", "failed: why" or "full: where"; or until
+        control leaves: MOVED."""
         self._scheduler.add_plugin(Arrivals(self._arrivals), name="hpcrl")
         for worker in self._scheduler.workers:  # that were quicker than the plugin
             self._arrivals.put_nowait(("joined", worker))
@@ -163,7 +167,11 @@ class Driver:
             if not any(is_full(error) for error in errors.exceptions):
                 raise
             self._reason = self._full()
-        await self._wind_down()
+        if self._reason == MOVED:
+            with contextlib.suppress(OSError):  # what it loses, the next control finds in the store
+                self._write_ledger()
+        else:
+            await self._wind_down()
         return self._reason
 
     async def _until_over(self) -> None:
@@ -192,6 +200,11 @@ class Driver:
 
     def stop(self) -> None:
         self._handle(f.StopAsked(reason="stopped"))
+
+    def leave(self) -> None:
+        """End control alone: its allocation ends, and another control goes on with what runs."""
+        self._reason = MOVED
+        self._outcome.set()
 
     # -- events and instructions --
 
@@ -351,6 +364,10 @@ class Driver:
             self._read_progress()
             for path in sorted(self._paths.inbox.glob("*.json")):
                 self._command(path)
+            if self._config.launch.executor != "local":
+                alive = lambda node: job_of(node) not in self._fleet.ended  # noqa: E731
+                for path in await asyncio.to_thread(seal_dead, self._paths, alive):
+                    logger.info("%s: closed, as the job of its owner has ended", path)
             await asyncio.sleep(self._config.store.poll_s)
 
     def _read_progress(self) -> None:

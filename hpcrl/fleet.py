@@ -1,4 +1,4 @@
-"""How many jobs of each role there are: submits what is missing, replaces what died, ends them in order."""
+"""How many jobs of each role there are: submits what is missing, replaces what ended, ends them in order."""
 
 from __future__ import annotations
 
@@ -8,15 +8,21 @@ import logging
 import signal
 import time
 from collections import Counter
+from collections.abc import Sequence
 
+from hpcrl import launch
 from hpcrl.config import Config
-from hpcrl.launch import Job, Role, newest, record, submit_async
+from hpcrl.launch import Job, Role, SlurmError, State, local, newest, record, submit_async
 from hpcrl.layout import RunPaths
 from hpcrl.types import HpcrlError
 
 logger = logging.getLogger(__name__)
 
 RANKS_START_S = 10.0  # in which a learner's ranks are all started
+LOCAL_LOOK_S = 0.1
+# Ends that speak against a job; others, such as the end of its time, are nobody's fault where it has lived for a while.
+FAILED = frozenset({"GONE", "FAILED", "OUT_OF_MEMORY", "BOOT_FAIL"})
+SHORT_S = 60.0
 
 
 class Fleet:
@@ -24,18 +30,17 @@ class Fleet:
 
     def __init__(self, paths: RunPaths, config: Config, control: int) -> None:
         self._paths, self._config, self._control = paths, config, control
-        self.wanted: dict[tuple[Role, int], Job | None] = {}
-        counts: tuple[tuple[Role, int], ...] = (
-            ("rollout", sum(pool.jobs for pool in config.rollout)),
-            ("sandbox", sum(pool.jobs for pool in config.sandbox)),
-            ("learner", 1),
-        )
-        for role, count in counts:
-            for index in range(count):
-                self.wanted[role, index] = newest(paths, role, index)
+        self.wanted: dict[tuple[Role, int], Job | None] = {
+            (role, index): newest(paths, role, index) for role, index in launch.wanted(config) if role != "control"
+        }
         self.deaths: Counter[tuple[Role, int]] = Counter()  # since the last update
         self.restarts: Counter[Role] = Counter()  # in all
         self.done: set[Role] = set()  # roles whose work is over: not replaced
+        self._jobs = [job for job in launch.jobs(paths) if job.role != "control"]  # all that may still live
+        self.states: dict[str, State] = {}  # by job's key, as last seen
+        self.ended: set[str] = set()  # keys of jobs that surely have ended
+        self._look_s = LOCAL_LOOK_S if config.launch.executor == "local" else config.launch.look_s
+        self._looked = -float("inf")
         self._not_before: dict[tuple[Role, int], float] = {}
         self._submitting: asyncio.Task[Job] | None = None
 
@@ -46,51 +51,84 @@ class Fleet:
     async def ensure(self) -> str | None:
         """Bring every job up. Returns why the run must stop when a role dies again and again without an update."""
         now = time.monotonic()
+        if now - self._looked < self._look_s:
+            return None
+        self._looked = now
+        try:
+            await self._look(self._jobs)
+        except SlurmError as error:
+            logger.warning("jobs are left as they are: %s", error)
+            return None
         for (role, index), job in self.wanted.items():
+            state = self.states[job.key] if job is not None else None
             if job is not None and role == "learner" and self._lost_a_rank(job):
                 logger.warning("a rank of job %s (learner) is gone: ending the others", job.id)
-                job.kill()
-            if role in self.done or (job is not None and job.alive) or now < self._not_before.get((role, index), 0):
+                launch.send([job], signal.SIGKILL)
+            if role in self.done or (state is not None and state.alive) or now < self._not_before.get((role, index), 0):
                 continue
-            if job is not None and (role, index) in self._not_before:  # one of ours
-                self.deaths[role, index] += 1
-                self.restarts[role] += 1
-                record(self._paths, "ended", role=role, index=index, id=job.id, wall=time.time(), why="died")
-                logger.warning("job %s of %s-%d died; starting another", job.id, role, index)
-                if self.deaths[role, index] > self._config.launch.restarts:
-                    log = self._paths.submitit / f"{role}-{index}"
-                    return (
-                        f"{role}-{index} died {self.deaths[role, index]} times without an update in between: see {log}"
-                    )
+            if job is not None and (role, index) in self._not_before and (reason := self._died(job)):  # one of ours
+                return reason
             self._submitting = asyncio.create_task(submit_async(self._paths, role, index, self._control))
-            self.wanted[role, index] = await asyncio.shield(self._submitting)
+            submitted = await asyncio.shield(self._submitting)
+            self.wanted[role, index] = submitted
+            self._jobs.append(submitted)
             deaths = self.deaths[role, index]
             self._not_before[role, index] = now + min(2.0 ** (deaths - 1), 30.0) if deaths else now
         return None
 
+    def _died(self, job: Job) -> str | None:
+        """Account for a job that ended though its work isn't over. Returns why the run must stop."""
+        role, index, state = job.role, job.index, self.states[job.key]
+        self.restarts[role] += 1
+        self.deaths[role, index] += state.name in FAILED or time.time() - job.wall < SHORT_S
+        record(self._paths, "ended", role=role, index=index, id=job.id, wall=time.time(), why=state.name)
+        logger.warning("job %s of %s-%d ended (%s); starting another", job.id, role, index, state.name)
+        if self.deaths[role, index] <= self._config.launch.restarts:
+            return None
+        log = self._paths.submitit / f"{role}-{index}"
+        return f"{role}-{index} died {self.deaths[role, index]} times without an update in between: see {log}"
+
+    async def _look(self, jobs: Sequence[Job]) -> None:
+        found = await asyncio.to_thread(launch.look, jobs) if jobs else {}
+        self.states |= found
+        self.ended |= {key for key, state in found.items() if not state.alive}
+        self._jobs = [job for job in self._jobs if job.key not in self.ended]
+
     def _lost_a_rank(self, job: Job) -> bool:
-        """submitit's controller waits for all ranks, and those left may wait for data for as long as there is none."""
-        started = time.time() - job.wall > RANKS_START_S
-        return started and job.alive and 0 < len(job.tasks()) < self._config.learner.ranks
+        """submitit's local controller waits for all ranks, and those left may wait for data for as long as there is
+        none. Slurm's srun ends them all."""
+        if job.executor != "local" or time.time() - job.wall <= RANKS_START_S:
+            return False
+        return 0 < len(local.tasks(job)) < self._config.learner.ranks
 
     async def stop(self, grace_s: float) -> None:
-        """Wait for every job to end by itself; then ask by SIGTERM; then end it."""
+        """Wait for every job to end by itself; then ask by SIGTERM; then end it. What hasn't begun is cancelled."""
         if self._submitting is not None:  # one may be on its way
             with contextlib.suppress(HpcrlError):
                 job = await self._submitting
                 self.wanted[job.role, job.index] = job
-        living = [job for job in self.wanted.values() if job is not None and job.alive]
+        jobs = [job for job in self.wanted.values() if job is not None]
+        living = await self._alive(jobs)
         for step, wait_s in ((None, grace_s), (signal.SIGTERM, grace_s), (signal.SIGKILL, 5.0)):
-            alive = [job for job in living if job.alive]
-            for job in alive:
-                if step is signal.SIGKILL:
+            left = await self._alive(living)
+            if step is signal.SIGKILL:
+                for job in left:
                     logger.warning("job %s of %s-%d did not end: killed", job.id, job.role, job.index)
-                    job.kill()
-                elif step is not None:
-                    job.signal(step)
-            for _ in range(int(wait_s / 0.1)):
-                if not any(job.alive for job in alive):
-                    break
-                await asyncio.sleep(0.1)
+            asked = left if step else [job for job in left if self._is_pending(job)]
+            with contextlib.suppress(SlurmError):
+                await asyncio.to_thread(launch.send, asked, step or signal.SIGKILL)
+            until = time.monotonic() + wait_s
+            while left and time.monotonic() < until:
+                await asyncio.sleep(min(self._look_s, 2.0))
+                left = await self._alive(left)
         for job in living:
             record(self._paths, "ended", role=job.role, index=job.index, id=job.id, wall=time.time(), why="stopped")
+
+    async def _alive(self, jobs: Sequence[Job]) -> list[Job]:
+        """Those that live, for all that is known."""
+        with contextlib.suppress(SlurmError):
+            await self._look(jobs)
+        return [job for job in jobs if job.key not in self.states or self.states[job.key].alive]
+
+    def _is_pending(self, job: Job) -> bool:
+        return job.key in self.states and self.states[job.key].name == "PENDING"

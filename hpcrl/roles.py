@@ -11,7 +11,6 @@ import faulthandler
 import logging
 import os
 import signal
-import socket
 import sys
 import threading
 import time
@@ -20,19 +19,33 @@ from pathlib import Path
 from typing import Any
 
 from hpcrl.config import Config, load_resolved
-from hpcrl.layout import RunPaths, boot_id, node_name, publish_json, read_json
+from hpcrl.launch import role_environment, submit_async
+from hpcrl.layout import RunPaths, boot_id, publish_json, read_json
+from hpcrl.node import (
+    free_port,
+    host_of,
+    interface_of,
+    job_id,
+    job_life,
+    listener_of,
+    node_id,
+    port_is_free,
+    task_rank,
+)
 from hpcrl.telemetry import start_logging
 from hpcrl.types import ConfigError, HpcrlError
 
 logger = logging.getLogger(__name__)
 
 STUCK_S = 120.0
+CLOSING_S = 20.0  # of the time that a rollout node is told ahead, for closing its log and ending its engines
 
 
 def run_role(root: str, role: str, index: int, control_number: int) -> None:
     """What submitit runs in each task of a role's job, which the control of that incarnation asked for."""
     paths = RunPaths.of(root)
     config = load_resolved(paths.config)
+    os.environ.update(role_environment(paths))
     job = job_id()
     die_with_parent()
     start_logging(paths.logs, f"{role}-{index}" if role != "learner" else f"learner-r{task_rank()}", job)
@@ -58,28 +71,13 @@ def die_with_parent() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def job_id() -> str:
-    return os.environ.get("SUBMITIT_LOCAL_JOB_ID") or os.environ.get("SLURM_JOB_ID") or str(os.getpid())
-
-
-def task_rank() -> int:
-    return int(os.environ.get("SUBMITIT_LOCAL_GLOBALID") or os.environ.get("SLURM_PROCID") or 0)
-
-
-def on_signal(call: Callable[[], object]) -> None:
-    """Call once asked to end. submitit ignores SIGTERM in the job, so this must come after its start."""
+def on_signal(call: Callable[[], object], leave: Callable[[], object] | None = None) -> None:
+    """Call once asked to end; `leave` once told that the allocation ends soon. submitit has handlers of its own in the
+    job, so this must come after its start."""
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, call)
-
-
-def pool_of(pools: tuple[Any, ...], index: int) -> Any:
-    """The pool that the `index`-th job of a role belongs to."""
-    for pool in pools:
-        if index < pool.jobs:
-            return pool
-        index -= pool.jobs
-    raise AssertionError(f"no pool has a job {index}")
+    loop.add_signal_handler(signal.SIGUSR2, leave or call)
 
 
 # ---- control ------------------------------------------------------------------------------------------------------
@@ -88,7 +86,7 @@ def pool_of(pools: tuple[Any, ...], index: int) -> Any:
 async def control(paths: RunPaths, config: Config) -> None:
     from distributed import Client
 
-    from hpcrl.driver import Driver
+    from hpcrl.driver import MOVED, Driver
     from hpcrl.rollout.environments import load_family
     from hpcrl.store.ledger import LedgerWriter
     from hpcrl.workers.guest import configure_dask, security
@@ -104,9 +102,20 @@ async def control(paths: RunPaths, config: Config) -> None:
         async with Client(scheduler.address, asynchronous=True, security=secure, set_as_default=False) as client:
             family = load_family(config.environment.name, config.environment.options)
             driver = Driver(paths, config, scheduler=scheduler, client=client, ledger=ledger, family=family)
-            on_signal(driver.stop)
+            told = False
+
+            def leave() -> None:
+                nonlocal told
+                told = True
+                driver.leave()
+
+            # Slurm's SIGTERM means this job alone: who wants the run to end leaves a command.
+            on_signal(driver.stop if config.launch.executor == "local" else driver.leave, leave)
             outcome = await driver.run()
-            logger.info("the run is over: %s", outcome)
+            logger.info("control leaves" if outcome == MOVED else "the run is over: %s", outcome)
+            if told and outcome == MOVED:
+                successor = await submit_async(paths, "control", 0, 0, after=job_id())
+                logger.info("job %s is the next control", successor.id)
     finally:
         row = read_json(paths.scheduler)
         if row is not None and row["incarnation"] == ledger.incarnation:  # a successor's stays
@@ -120,12 +129,13 @@ async def _scheduler(config: Config, secure: Any) -> Any:
     from distributed import Scheduler
 
     low, high = config.launch.port_range
+    host = host_of(config)
     dashboard = f"127.0.0.1:{free_port(low, high)}" if config.launch.dashboard else None
     for port in range(low, high + 1):
-        if not port_is_free(port) or dashboard == f"127.0.0.1:{port}":
+        if not port_is_free(port, host) or dashboard == f"127.0.0.1:{port}":
             continue
         scheduler = Scheduler(
-            host="127.0.0.1", port=port, protocol="tls", security=secure, dashboard=config.launch.dashboard,
+            host=host, port=port, protocol="tls", security=secure, dashboard=config.launch.dashboard,
             dashboard_address=dashboard,
         )  # fmt: skip
         try:
@@ -135,16 +145,6 @@ async def _scheduler(config: Config, secure: Any) -> Any:
             continue
         return scheduler
     raise ConfigError(f"launch.ports: no free port in {config.launch.ports}; give a wider range")
-
-
-def port_is_free(port: int) -> bool:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError:
-            return False
-        return True
 
 
 def free_ports(config: Config) -> int:
@@ -158,14 +158,6 @@ def ports_needed(config: Config) -> int:
     return 3 + hosts + 2 * sum(pool.jobs for pool in config.sandbox)
 
 
-def free_port(low: int, high: int) -> int:
-    """The highest free port of a range (the scheduler takes the lowest)."""
-    port = next((port for port in range(high, low - 1, -1) if port_is_free(port)), None)
-    if port is None:
-        raise ConfigError(f"launch.ports: no free port in {low}-{high}; give a wider range")
-    return port
-
-
 # ---- rollout ------------------------------------------------------------------------------------------------------
 
 
@@ -173,8 +165,8 @@ async def rollout(paths: RunPaths, config: Config, index: int) -> None:
     from hpcrl.rollout.render import Renderer
     from hpcrl.rollout.supervisor import Supervisor
 
-    node = f"{node_name()}-r{index}"
-    pool = pool_of(config.rollout, index)
+    node = node_id(f"r{index}")
+    pool = config.pool("rollout", index)
 
     async def start_host(number: int) -> asyncio.subprocess.Process:
         command = (sys.executable, "-m", "hpcrl.roles", "host", str(paths.root), node, str(index), str(number))
@@ -182,7 +174,14 @@ async def rollout(paths: RunPaths, config: Config, index: int) -> None:
 
     renderer = Renderer(paths.model)
     supervisor = Supervisor(paths, config, pool, node, stop_ids=renderer.stop_ids, start_host=start_host)
-    on_signal(supervisor.stop.set)
+    leaving: set[asyncio.Task[None]] = set()
+
+    def leave() -> None:
+        if not leaving:
+            within_s = max(1.0, config.slurm_of("rollout", index).signal_s - CLOSING_S)
+            leaving.add(asyncio.create_task(supervisor.leave(within_s)))
+
+    on_signal(supervisor.stop.set, leave)
     lost = asyncio.create_task(_end_without_control(ControlWatch(paths, config), supervisor.stop))
     try:
         await supervisor.run()
@@ -232,7 +231,7 @@ async def host(paths: RunPaths, config: Config, node: str, index: int, number: i
     from hpcrl.workers.hosts import Host, serve
 
     configure_dask()
-    pool = pool_of(config.rollout, index)
+    pool = config.pool("rollout", index)
     folder = node_folder(paths, node)
     renderer = Renderer(paths.model)
     async with LogClient(folder / "log.sock") as log:
@@ -254,16 +253,22 @@ async def host(paths: RunPaths, config: Config, node: str, index: int, number: i
             paths, config, f"host-{node}-{number}", served.call, nthreads=ahead(pool.concurrent) + 8, local=local
         )
         served.guest = guest
-        on_signal(guest.stop.set)
-        leave = lambda _: os._exit(3)  # noqa: E731
-        log.closed.add_done_callback(leave)  # without its log a host can promise nothing
+        leaving: set[asyncio.Task[None]] = set()
+
+        async def leave() -> None:
+            await served.leave()
+            guest.stop.set()
+
+        on_signal(guest.stop.set, lambda: leaving.add(asyncio.create_task(leave())))
+        die = lambda _: os._exit(3)  # noqa: E731
+        log.closed.add_done_callback(die)  # without its log a host can promise nothing
         announcing = asyncio.create_task(served.announce())
         threading.Thread(target=_end_when_stuck, args=(served,), daemon=True).start()
         try:
             await guest.serve()
         finally:
             announcing.cancel()
-            log.closed.remove_done_callback(leave)
+            log.closed.remove_done_callback(die)
             await served.close()
 
 
@@ -286,8 +291,8 @@ async def sandbox(paths: RunPaths, config: Config, index: int) -> None:
     from hpcrl.workers.sandboxes import SandboxNode
 
     configure_dask()
-    settings = pool_of(config.sandbox, index)
-    node = f"{node_name()}-s{index}"
+    settings = config.pool("sandbox", index)
+    node = node_id(f"s{index}")
     pool = Pool(settings, find_backend())
     served = SandboxNode(paths, config, pool, ahead(settings.sessions))
     local = paths.private() / f"dask-{node}"
@@ -314,19 +319,22 @@ def learner(paths: RunPaths, config: Config, control_number: int) -> None:
         nonlocal stopping
         stopping = True
 
-    signal.signal(signal.SIGTERM, stop)
+    for number in (signal.SIGTERM, signal.SIGUSR2):
+        signal.signal(number, stop)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     rank, world = task_rank(), config.learner.ranks
-    meeting = paths.control / f"learner-{job_id()}.json"
+    meeting = paths.control / f"learner-{job_life()}.json"
+    host = host_of(config)
+    for library in ("GLOO", "NCCL"):
+        os.environ[f"{library}_SOCKET_IFNAME"] = interface_of(host)
+    listener = None
     if rank == 0:
-        low, high = config.launch.port_range
-        port = free_port(low, high)
-        publish_json(meeting, {"address": "127.0.0.1", "port": port})
+        listener = listener_of(config)
+        publish_json(meeting, {"address": host, "port": listener.getsockname()[1]})
     row = _wait_for(meeting, 150)  # rank 0's node may be another: NFS shows a new file up to 60 s late
     watch = ControlWatch(paths, config)
-    run_learner(
-        paths, config, rank, world, row["address"], row["port"], lambda: stopping or watch.gone(), control_number
-    )
+    stop_now = lambda: stopping or watch.gone()  # noqa: E731
+    run_learner(paths, config, rank, world, row["address"], row["port"], stop_now, control_number, listener)
     if rank == 0:
         meeting.unlink(missing_ok=True)
 
@@ -342,13 +350,15 @@ def _wait_for(path: Path, seconds: float) -> dict[str, Any]:
 
 
 def main(what: str, root: str, name: str, *numbers: str) -> None:
-    """`submit RUN ROLE INDEX CONTROL` hands a role's job to the executor; `host RUN NODE INDEX NUMBER` is a host."""
+    """`submit RUN ROLE INDEX CONTROL [AFTER]` hands a role's job to the executor, `host RUN NODE INDEX NUMBER` is a
+    host."""
     paths = RunPaths.of(root)
     if what == "submit":
         from hpcrl import launch, roles
 
         # By the module's own name: as __main__ the job could not find it.
-        launch.submit_here(paths, name, int(numbers[0]), int(numbers[1]), roles.run_role)  # type: ignore[arg-type]
+        index, control_number, after = int(numbers[0]), int(numbers[1]), numbers[2] if len(numbers) > 2 else ""
+        launch.submit_here(paths, name, index, control_number, after, roles.run_role)  # type: ignore[arg-type]
     else:
         start_logging(paths.logs, f"host-{name}-{numbers[1]}", job_id())
         asyncio.run(host(paths, load_resolved(paths.config), name, int(numbers[0]), int(numbers[1])))

@@ -252,7 +252,7 @@ class Ended:
     duration_s: float
     num_calls: int = 0
     num_valid_calls: int = 0
-    fault: Fault | None = None
+    fault: Fault | None = None  # None with status RETRYING: it moved, as its host is about to leave
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

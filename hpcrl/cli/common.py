@@ -32,6 +32,6 @@ def fail(message: str) -> int:
 
 def refuse_running(paths: RunPaths) -> None:
     """Raises ConfigError while any job of the run lives."""
-    alive = [f"{job.role}-{job.index} (job {job.id})" for job in launch.jobs(paths) if job.alive]
+    alive = [f"{job.role}-{job.index} (job {job.id})" for job in launch.living(paths)]
     if alive:
         raise ConfigError(f"{paths.root}: is running: {', '.join(alive)}; `hpcrl stop {paths.root}` first")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -34,9 +35,14 @@ def train(
     file: ConfigFile,
     sets: Sets = None,
     run: Annotated[Path | None, typer.Option("--run", help="The run folder to make. [default: runs/NAME-TIME]")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the Slurm scripts of all jobs, and stop.")] = False,
 ) -> None:
-    """Start a run and watch it to its end. Ctrl-C stops it in order; `hpcrl resume` continues it."""
+    """Start a run and watch it to its end. Ctrl-C stops a local one in order, and leaves one of Slurm's jobs alone;
+    `hpcrl resume` continues a stopped one."""
     settings = config.load(file, sets or ())
+    if dry_run:
+        print_scripts(run or Path("runs") / settings.name, settings)
+        return
     folder = run or Path("runs") / f"{settings.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     if folder.exists():
         is_run = RunPaths(folder).config.exists()
@@ -60,7 +66,7 @@ def resume(run: RunFolder, sets: Sets = None) -> None:
     settings = config.with_sets(old, sets or ())
     config.check_resume(old, settings)
     running = launch.newest(paths, "control")
-    if running is not None and running.alive:
+    if running is not None and launch.alive(running):
         raise ConfigError(f"{run}: is running (job {running.id}); watch it with `hpcrl watch {run}`")
     stopped = read_json(paths.stopped)
     if stopped and stopped["outcome"] == "done":
@@ -84,13 +90,15 @@ def stop(run: RunFolder) -> None:
     """End all of a run's roles in order. What is open continues at the next `hpcrl resume`."""
     paths = RunPaths.of(run)
     control = launch.newest(paths, "control")
-    if control is not None and control.alive:
+    if control is not None and launch.look([control])[control.key].name == "PENDING":
+        launch.send([control], signal.SIGKILL)
+    elif launch.alive(control):
         ask_to_stop(paths)
         print(f"{run}: stopping: trajectories in flight are parked, the store is sealed …", flush=True)
         until = time.monotonic() + STOP_S
-        while control.alive and time.monotonic() < until:
-            time.sleep(0.2)
-    if control is not None and control.alive and read_json(paths.stopped) is None:
+        while launch.alive(control) and time.monotonic() < until:
+            time.sleep(look_s(paths))
+    if launch.alive(control) and read_json(paths.stopped) is None:
         publish_json(paths.stopped, {"outcome": "stopped", "wall": time.time()})  # it hangs: not to be started again
     left = end_jobs(paths)
     shutil.rmtree(paths.private(), ignore_errors=True)
@@ -112,7 +120,10 @@ def status(run: RunFolder, as_json: AsJson = False) -> None:
         console.print(panel(row) if console.is_terminal else line(row), highlight=False, markup=False)
     console.print(f"state: {row['state']}" + (f" ({row['reason']})" if row.get("reason") else ""), highlight=False)
     for job in row["jobs"]:
-        print(f"  {job['role']}-{job['index']}: job {job['id']}, {'running' if job['alive'] else 'ended'}")
+        if job["alive"] or job["executor"] == "local":
+            print("  " + job_line(job))
+    if row.get("trouble"):
+        print(f"Slurm: {row['trouble']}")
     print_success(row["success"])
     if row["state"] == "running" and row.get("dashboard"):
         print(f"Dask dashboard: http://127.0.0.1:{row['dashboard']}/status")
@@ -151,11 +162,13 @@ def check(settings: Config) -> None:
     from hpcrl.rollout.caps import load_cap
     from hpcrl.rollout.environments import load_family
 
-    launch.check_devices(settings)
+    local_run = settings.launch.executor == "local"
+    if local_run:
+        launch.local.check_devices(settings)
     if settings.store.durability == "local":
         print("store.durability = local: the latest steps of a node that is lost are lost with it", file=sys.stderr)
     free, needed = free_ports(settings), ports_needed(settings)
-    if free < needed:
+    if local_run and free < needed:
         ports = settings.launch.ports
         raise ConfigError(f"launch.ports: {free} free ports in {ports}, this run needs {needed}; give a wider range")
     load_cap(settings.tools)
@@ -167,10 +180,17 @@ def check(settings: Config) -> None:
     has_sandbox = any(pool.jobs for pool in settings.sandbox)
     if family.needs_sandbox and not has_sandbox:
         raise ConfigError(f"sandbox: environment {family.name!r} needs one, no pool has jobs; add a [[sandbox]] table")
-    if has_sandbox:
+    if has_sandbox and local_run:
         from hpcrl.sandbox.backend import find_backend
 
         find_backend()
+
+
+def print_scripts(folder: Path, settings: Config) -> None:
+    if settings.launch.executor == "local":
+        raise ConfigError("launch.executor: is 'local', which has no scripts; with --dry-run it must be 'slurm'")
+    for job, script in launch.scripts(RunPaths(folder.expanduser().absolute()), settings):
+        print(f"# ---- {job} ----\n{script}")
 
 
 def make_run(folder: Path, settings: Config) -> RunPaths:
@@ -213,11 +233,13 @@ def watch_to_end(paths: RunPaths, settings: Config) -> int:
     """Keep control running and show the run until it came to rest; the exit code."""
     from hpcrl.observe.live import Watch
 
-    stopping = False
+    stopping = leaving = False
 
     def interrupt(*_: object) -> None:
-        nonlocal stopping
-        if not stopping:
+        nonlocal stopping, leaving
+        if settings.launch.executor != "local":
+            leaving = True
+        elif not stopping:
             stopping = True
             ask_to_stop(paths)
 
@@ -226,10 +248,11 @@ def watch_to_end(paths: RunPaths, settings: Config) -> int:
     job = launch.submit(paths, "control")
     restarts = updates = 0
     told = False
+    look = LookAt(job, settings)
     with Watch() as view:
-        while job.alive:
+        while look.alive:
             if not paths.config.exists():
-                job.kill()
+                launch.send([job], signal.SIGKILL)
                 print(f"hpcrl: {paths.root}: the run folder is gone; its jobs end by themselves", file=sys.stderr)
                 return 1
             row = read_json(paths.heartbeat)
@@ -240,11 +263,14 @@ def watch_to_end(paths: RunPaths, settings: Config) -> int:
                     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
                 if row["updates"]["done"] > updates:  # the run moves: what died before is forgiven
                     restarts, updates = 0, row["updates"]["done"]
+            if leaving:
+                print(f"\nthe run goes on: `hpcrl watch {paths.root}` shows it, `hpcrl stop {paths.root}` ends it")
+                return 0
             if stopping and not told:
                 told = True
                 view.say("stopping: trajectories in flight are parked, the store is sealed …")
             time.sleep(WATCH_S)
-            if not job.alive and read_json(paths.stopped) is None:
+            if not look.alive and read_json(paths.stopped) is None:
                 if full := disk_full(paths):
                     end_jobs(paths)
                     return fail(full)
@@ -253,6 +279,7 @@ def watch_to_end(paths: RunPaths, settings: Config) -> int:
                 restarts += 1
                 view.say(f"control (job {job.id}) died; starting it again ({restarts} of {settings.launch.restarts})")
                 job = launch.submit(paths, "control")
+                look = LookAt(job, settings)
     end_jobs(paths)
     shutil.rmtree(paths.private(), ignore_errors=True)
     outcome = (read_json(paths.stopped) or {"outcome": "failed: control died; see logs/submitit/control-0"})["outcome"]
@@ -279,15 +306,36 @@ def ask_to_stop(paths: RunPaths) -> None:
 
 def end_jobs(paths: RunPaths) -> int:
     """End whatever of a run still lives; how many jobs that were."""
-    alive = [job for job in launch.jobs(paths) if job.alive]
-    for job in alive:
-        job.signal(signal.SIGTERM)
+    alive = launch.living(paths)
+    launch.send(alive, signal.SIGTERM)
     until = time.monotonic() + 15
-    while any(job.alive for job in alive) and time.monotonic() < until:
-        time.sleep(0.1)
-    for job in alive:
-        job.kill()
+    left = alive
+    while left and time.monotonic() < until:
+        time.sleep(look_s(paths))
+        left = launch.living(paths)
+    launch.send(left, signal.SIGKILL)
     return len(alive)
+
+
+def look_s(paths: RunPaths) -> float:
+    """How often to ask after jobs while one waits for their end."""
+    return 0.2 if config.load_resolved(paths.config).launch.executor == "local" else 2.0
+
+
+class LookAt:
+    """Whether a job lives: asked of the executor no more often than the config says; as before while it doesn't say."""
+
+    def __init__(self, job: launch.Job, settings: Config) -> None:
+        self._job, self._every_s = job, 0.0 if job.executor == "local" else settings.launch.look_s
+        self._alive, self._looked = True, 0.0
+
+    @property
+    def alive(self) -> bool:
+        if self._alive and time.monotonic() - self._looked > self._every_s:
+            self._looked = time.monotonic()
+            with contextlib.suppress(launch.SlurmError):
+                self._alive = launch.alive(self._job)
+        return self._alive
 
 
 def full_status(paths: RunPaths) -> dict[str, Any]:
@@ -299,7 +347,13 @@ def full_status(paths: RunPaths) -> dict[str, Any]:
         "updates": {"done": 0, "total": 0},
         "evaluations": {},
     }
-    jobs = [asdict(job) | {"alive": job.alive} for job in launch.jobs(paths)]
+    found = launch.jobs(paths)
+    try:
+        states = launch.look(found)
+    except launch.SlurmError as error:
+        row["trouble"] = str(error)
+        states = {job.key: launch.State(alive=True, name="UNKNOWN") for job in found}
+    jobs = [asdict(job) | asdict(states[job.key]) for job in found]
     stopped = read_json(paths.stopped)
     if (
         stopped is None
@@ -311,6 +365,18 @@ def full_status(paths: RunPaths) -> dict[str, Any]:
         "name": settings.name, "seed": settings.seed, "run": str(paths.root), "jobs": jobs,
         "success": success(row["evaluations"]),
     }  # fmt: skip
+
+
+def job_line(job: dict[str, Any]) -> str:
+    """A job of `full_status`, for people."""
+    words = [f"{job['role']}-{job['index']}: job {job['id']}, {job['name'].lower()}"]
+    if job["node"] and job["executor"] != "local":
+        words.append(f"on {job['node']}")
+    if job["reason"]:
+        words.append(f"({job['reason']})")
+    if job["left_s"] is not None:
+        words.append(f"{job['left_s'] / 3600:.1f} h left" if job["left_s"] >= 3600 else f"{job['left_s']:.0f} s left")
+    return " ".join(words)
 
 
 def print_success(shares: dict[str, Any]) -> None:

@@ -135,9 +135,9 @@ def seal(
 
     paths = RunPaths.of(run)
     control = launch.newest(paths, "control")
-    if control is not None and control.alive:
+    if launch.alive(control):
         were_open = segments(paths.log, OPEN)
-        _ask_to_seal(paths, lambda: control.alive)
+        _ask_to_seal(paths, lambda: launch.alive(control))
         left = [path for path in were_open if path in segments(paths.log, OPEN, anew=True)]
         if left:  # its node's host is being replaced, say: nobody could be asked
             raise StoreError(f"{left[0]}: is still open; try again, or see {paths.logs}")

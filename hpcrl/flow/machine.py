@@ -407,8 +407,10 @@ class Flow:
         if row is None or row.ticket.attempt != ended.attempt:
             return []  # a late word of an attempt that was given up
         if not ended.status.terminal:
-            fault = ended.fault or Fault(cause=Cause.PLATFORM, where="host", message="ended without an end")
-            return self._retry(ended.trajectory, ended.attempt, fault, now)
+            if ended.fault is None:
+                self._moved(row, now)
+                return []
+            return self._retry(ended.trajectory, ended.attempt, ended.fault, now)
         self._release(row)
         del self.open[ended.trajectory]
         return self._count_end(ended)
@@ -454,22 +456,32 @@ class Flow:
         self.ledgered[group.phase] += len(entries)
         return [WriteLedger(entries=entries)]
 
+    def _moved(self, row: Open, now: float) -> None:
+        """Its host is about to leave, which is nobody's fault: it goes on elsewhere, and nothing is placed there."""
+        if row.host in self.hosts:
+            self.hosts[row.host].capacity = 0
+        self._take_up(row, now)
+
+    def _take_up(self, row: Open, now: float) -> None:
+        self._release(row)
+        row.spent_s += now - row.placed_at
+        row.ticket = replace(row.ticket, attempt=row.ticket.attempt + 1, sandbox="")
+        self.pending.appendleft(row.ticket.trajectory)
+
     def _retry(self, trajectory: str, attempt: int, fault: Fault, now: float) -> list[Instruction]:
         """Take the trajectory up again, or give it up when its cause has used its budget."""
         row = self.open.get(trajectory)
         if row is None or row.ticket.attempt != attempt or not row.host:
             return []
-        self._release(row)
-        row.spent_s += now - row.placed_at
+        self._take_up(row, now)
         self.counts.faults[fault.cause] += 1
         row.faults[fault.cause] += 1
         self.last_fault = f"{fault.cause}, {fault.where}: {fault.message}"[:500]
         tries = row.faults[fault.cause]
         budget = getattr(self.config.retries, fault.cause.value, 0)
         verdict = fault if tries > budget else None
-        row.ticket = replace(row.ticket, attempt=attempt + 1, verdict=verdict, sandbox="")
+        row.ticket = replace(row.ticket, verdict=verdict)
         row.not_before = now + min(0.25 * 2 ** (tries - 1), 30.0)
-        self.pending.appendleft(trajectory)
         return []
 
     # -- evaluation --

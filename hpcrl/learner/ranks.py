@@ -7,6 +7,7 @@ watchdog's patience, and a collective that waits for them would be killed.
 from __future__ import annotations
 
 import json
+import socket
 import time
 from datetime import timedelta
 from typing import Any
@@ -22,14 +23,28 @@ SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.002, 0.05  # between two looks for a plan
 
 
 class Ranks:
-    """One rank's membership. Raises ConfigError when the port is taken or a GPU is asked for that isn't there."""
+    """One rank's membership. `listener`: rank 0's, at that address; without it one is made, on all addresses.
 
-    def __init__(self, rank: int, world: int, address: str, port: int, *, gpus: int, timeout_s: float) -> None:
+    Raises ConfigError when the port is taken or a GPU is asked for that isn't there.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        world: int,
+        address: str,
+        port: int,
+        *,
+        gpus: int,
+        timeout_s: float,
+        listener: socket.socket | None = None,
+    ) -> None:
         self.rank, self.world = rank, world
         self.device = self._device(rank, gpus)
         timeout = timedelta(seconds=timeout_s)
         try:
-            store = TCPStore(address, port, world, is_master=rank == 0, timeout=timeout)
+            fd = listener.detach() if listener is not None else None
+            store = TCPStore(address, port, world, is_master=rank == 0, timeout=timeout, master_listen_fd=fd)
         except dist.DistNetworkError as error:
             what = (
                 f"can't listen on port {port} of {address}" if rank == 0 else f"can't reach rank 0 at {address}:{port}"

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import math
+import socket
 import time
 from collections.abc import Callable
 from typing import Any
@@ -48,17 +49,21 @@ def run_learner(
     master_port: int,
     stop: Callable[[], bool],
     control: int = 0,
+    listener: socket.socket | None = None,
 ) -> None:
     """Train until the phases are done, the ledger says stop, or `stop()` (rank 0's counts); resume from what there is.
 
-    `control`: the incarnation that asked for this learner; a stop that an earlier one wrote is not for it.
+    `control`: the incarnation that asked for this learner; a stop that an earlier one wrote is not for it. `listener`:
+    where rank 0 is met, when it has one already.
 
     Raises ConfigError for a port or GPU that can't be had, and whatever a collective raises when a peer is gone.
     """
     torch.set_num_threads(config.learner.threads)
     torch.manual_seed(config.seed)
     timeout_s = config.learner.collective_timeout_s
-    ranks = Ranks(rank, world, master_addr, master_port, gpus=config.learner.gpus, timeout_s=timeout_s)
+    ranks = Ranks(
+        rank, world, master_addr, master_port, gpus=config.learner.gpus, timeout_s=timeout_s, listener=listener
+    )
     try:
         learner = Learner(paths, config, ranks, stop, control)
         learner.run()

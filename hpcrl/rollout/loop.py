@@ -111,6 +111,7 @@ class Loop:
         """`slot`: held while it uses engine and tools, which bounds how many do; not while its end becomes durable."""
         self.ticket = ticket
         self.state = State.PENDING
+        self.leaving = False  # set from outside: end at the next step boundary, to go on elsewhere
         self._slot = slot or contextlib.nullcontext()
         self._engine, self._sandbox = engine, sandbox
         self._world, self._cap = environment, cap
@@ -160,10 +161,12 @@ class Loop:
     async def _steps(self) -> tuple[State, Fault | None]:
         if self._history and (done := await self._resume(self._history)) is not None:
             return done
-        if not self._context:
+        if not self._context and not self.leaving:
             await self._open()
         ticket = self.ticket
         while self._num_steps < ticket.max_steps:
+            if self.leaving:
+                return State.RETRYING, None
             room = min(ticket.sampling.max_tokens, ticket.max_context - self._num_tokens)
             if room <= 0:
                 return State.TRUNCATED, Fault(cause=Cause.POLICY, where="context", message="max_context reached")
@@ -532,8 +535,8 @@ def _result(result: ToolResult, messages: Sequence[Message]) -> dict[str, Any]:
     return row
 
 
-def unbegun(ticket: Ticket, fault: Fault) -> Ended:
-    """An attempt that came to nothing: there is no record of it."""
+def unbegun(ticket: Ticket, fault: Fault | None) -> Ended:
+    """An attempt that came to nothing: there is no record of it. Without a fault its host is about to leave."""
     return Ended(
         trajectory=ticket.trajectory, attempt=ticket.attempt, kind=ticket.kind, group=ticket.group, phase=ticket.phase,
         status=State.RETRYING, head="", rewards={}, num_steps=0, num_sampled=0, num_tokens=0, min_version=-1,

@@ -13,6 +13,7 @@ import contextlib
 import json
 import logging
 import os
+import signal
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -163,6 +164,7 @@ class Supervisor:
         self._folder = node_folder(paths, node)
         self._start_host = start_host
         self.stop = asyncio.Event()
+        self._leaving = False
         self._log: Log | None = None
         self._hosts: dict[int, asyncio.subprocess.Process] = {}
         self._slots: list[EngineSlot] = []
@@ -219,6 +221,18 @@ class Supervisor:
                 await asyncio.gather(*(slot.process.stop() for slot in self._slots))
                 door.unlink(missing_ok=True)
 
+    async def leave(self, within_s: float) -> None:
+        """The allocation ends soon: let the hosts move their trajectories, then stop. Engines serve until then."""
+        self._leaving = True
+        logger.warning("leaving: trajectories move at their next step, within %g s", within_s)
+        hosts = [process for process in self._hosts.values() if process.returncode is None]
+        for process in hosts:
+            with contextlib.suppress(ProcessLookupError):
+                process.send_signal(signal.SIGUSR2)
+        if hosts:
+            await asyncio.wait([asyncio.create_task(process.wait()) for process in hosts], timeout=within_s)
+        self.stop.set()
+
     async def _keep_engine(self, slot: EngineSlot) -> None:
         deaths = 0
         while True:
@@ -257,6 +271,8 @@ class Supervisor:
             began = time.monotonic()
             process = self._hosts[index] = await self._start_host(index)
             code = await process.wait()
+            if self._leaving:
+                await self.stop.wait()
             if self._log is not None and self._log.local:  # whoever takes its trajectories over must see what it stored
                 with contextlib.suppress(OSError):  # the log says so, and moves it with the next segment
                     await self._log.seal()
@@ -290,8 +306,8 @@ class Supervisor:
         match method:
             case "status":
                 return {
-                    "ready": all(slot.ready for slot in self._slots),
-                    "version": min(slot.version for slot in self._slots),
+                    "ready": bool(self._slots) and all(slot.ready for slot in self._slots),
+                    "version": min((slot.version for slot in self._slots), default=-1),
                     "mismatch": max((slot.mismatch or 0.0 for slot in self._slots), default=0.0),
                     "restarts": sum(slot.restarts for slot in self._slots),
                     "full": self._log is not None and self._log.full,

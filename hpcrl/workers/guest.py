@@ -19,6 +19,7 @@ from distributed.security import Security
 
 from hpcrl.config import Config
 from hpcrl.layout import RunPaths, read_json
+from hpcrl.node import host_of
 from hpcrl.types import (
     ConfigError,
 )
@@ -101,7 +102,7 @@ class Guest:
             try:
                 worker = Worker(
                     scheduler["address"], nthreads=self._nthreads, name=f"{self._name}-{os.getpid()}",
-                    security=security(self._paths), memory_limit=0, host="127.0.0.1", dashboard=False,
+                    security=security(self._paths), memory_limit=0, host=host_of(self._config), dashboard=False,
                     port=self._config.launch.ports.replace("-", ":"), local_directory=str(self._local),
                     death_timeout=15,
                 )  # fmt: skip
@@ -161,9 +162,10 @@ async def _listens(address: str) -> bool:
 async def open_listener(config: Config, secure: Security, serve: Callable[[Any], Awaitable[None]]) -> Any:
     """Listen with the run's TLS on the first free port of `launch.ports`. Raises ConfigError when none is free."""
     low, high = config.launch.port_range
+    host = host_of(config)
     for port in range(low, high + 1):
         try:
-            listener = listen(f"tls://127.0.0.1:{port}", serve, **secure.get_listen_args("worker"))
+            listener = listen(f"tls://{host}:{port}", serve, **secure.get_listen_args("worker"))
             await listener
         except OSError:
             continue

@@ -36,6 +36,7 @@ from hpcrl.workers.sandboxes import Line, NoSandbox, RemoteSandbox
 logger = logging.getLogger(__name__)
 
 EVENT_S = 0.02  # least time between two event messages of a worker
+HEARD_S = 2.0  # in which control takes what a Dask task came to
 RELEASE_S = 5.0  # for a sandbox node to take a sandbox back
 
 
@@ -111,6 +112,7 @@ class Host:
         self._beginning = asyncio.Lock()
         self._receipts: list[Receipt] = []
         self._incarnation = 0
+        self._leaving = False
         self.beat = time.monotonic()  # when its event loop last came round
         self.guest: Guest | None = None
 
@@ -143,6 +145,8 @@ class Host:
         return ended.to_json()
 
     async def _begin(self, ticket: Ticket) -> asyncio.Future[Ended]:
+        if self._leaving:
+            return _already(unbegun(ticket, None))
         history: History | None = None
         environment: Environment | None = None
         if ticket.verdict is None:
@@ -235,6 +239,15 @@ class Host:
         """End every loop at what is stored; the trajectories stay open, to be continued."""
         await asyncio.gather(*(self._end_loop(trajectory) for trajectory in list(self._loops)))
         await self._log.flush()
+
+    async def leave(self) -> None:
+        """Begin nothing more, let every loop end at its next step boundary; returns when control has heard of them."""
+        self._leaving = True
+        for _, loop, _ in self._loops.values():
+            loop.leaving = True
+        while self._loops:  # noqa: ASYNC110 (many tasks, and each is waited for where it was attached)
+            await asyncio.sleep(0.1)
+        await asyncio.sleep(HEARD_S)
 
     def stats(self) -> dict[str, Any]:
         loops = [loop for _, loop, _ in self._loops.values()]

@@ -1,0 +1,175 @@
+"""A role as a job: submit it, tell how it stands, end it. Owns jobs.jsonl and the run's certificate.
+
+Each submission is made by a short helper process in a session of its own (`python -m hpcrl.roles submit`), so
+that a job shares neither the terminal's signals nor the environment of whoever asked for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
+from types import ModuleType
+
+from hpcrl.config import Config, load_resolved
+from hpcrl.launch import local, slurm
+from hpcrl.launch.jobs import GONE, ROLES, Job, Role, State, jobs, newest, record
+from hpcrl.launch.slurm import SUBMIT_S, SlurmError
+from hpcrl.layout import RunPaths, publish
+from hpcrl.types import HpcrlError
+
+__all__ = ["GONE", "ROLES", "Job", "Role", "SlurmError", "State", "jobs", "newest", "record"]
+
+EXECUTORS: dict[str, ModuleType] = {"local": local, "slurm": slurm}
+
+
+def look(jobs: Iterable[Job]) -> dict[str, State]:
+    """How each job stands, by its key. Raises SlurmError when Slurm doesn't say."""
+    found: dict[str, State] = {}
+    for name, mine in _by_executor(jobs).items():
+        found |= EXECUTORS[name].look(mine)
+    return found
+
+
+def alive(job: Job | None) -> bool:
+    return job is not None and look([job])[job.key].alive
+
+
+def living(paths: RunPaths) -> list[Job]:
+    """The jobs of a run that live."""
+    found = jobs(paths)
+    states = look(found)
+    return [job for job in found if states[job.key].alive]
+
+
+def send(jobs: Iterable[Job], number: signal.Signals) -> None:
+    """SIGTERM asks the jobs to end, SIGKILL ends them. Raises SlurmError when Slurm doesn't answer."""
+    for name, mine in _by_executor(jobs).items():
+        EXECUTORS[name].send(mine, number)
+
+
+def _by_executor(jobs: Iterable[Job]) -> dict[str, list[Job]]:
+    found: dict[str, list[Job]] = {}
+    for job in jobs:
+        found.setdefault(job.executor, []).append(job)
+    return found
+
+
+def submit(paths: RunPaths, role: Role, index: int = 0, control: int = 0) -> Job:
+    """Submit one job, for the control of that incarnation. Raises HpcrlError with the executor's own words when it is
+    refused."""
+    try:
+        done = subprocess.run(
+            _helper(paths, role, index, control),
+            capture_output=True,
+            start_new_session=True,
+            check=False,
+            timeout=SUBMIT_S,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise SlurmError(_unanswered(role, index)) from error
+    return _submitted(role, index, done.returncode, done.stdout, done.stderr)
+
+
+async def submit_async(paths: RunPaths, role: Role, index: int, control: int, *, after: str = "") -> Job:
+    """`submit` without holding up the event loop. `after`: the job of Slurm's whose end it waits for."""
+    process = await asyncio.create_subprocess_exec(
+        *_helper(paths, role, index, control),
+        after,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
+    try:
+        async with asyncio.timeout(SUBMIT_S):
+            out, err = await process.communicate()
+    except TimeoutError as error:
+        process.kill()
+        raise SlurmError(_unanswered(role, index)) from error
+    return _submitted(role, index, process.returncode, out, err)
+
+
+def _unanswered(role: Role, index: int) -> str:
+    return f"job {role}-{index} could not be submitted: no answer for {SUBMIT_S:g} s"
+
+
+def _helper(paths: RunPaths, role: Role, index: int, control: int) -> Sequence[str]:
+    return (sys.executable, "-m", "hpcrl.roles", "submit", str(paths.root), role, str(index), str(control))
+
+
+def _submitted(role: Role, index: int, code: int | None, out: bytes, err: bytes) -> Job:
+    if code:
+        said = err.decode(errors="replace").strip()[-500:] or f"exit code {code}"
+        raise HpcrlError(f"job {role}-{index} could not be submitted: {said}")
+    return Job(**json.loads(out.splitlines()[-1]))
+
+
+def make_certificate(paths: RunPaths) -> None:
+    """A key and a certificate of the run's own, readable by this user alone: Dask's roles prove themselves with it."""
+    if (paths.tls / "key.pem").exists():
+        return
+    from distributed.security import Security
+
+    fresh = Security.temporary()
+    paths.tls.mkdir(mode=0o700, exist_ok=True)
+    for name, text in (
+        ("ca.pem", fresh.tls_ca_file),
+        ("cert.pem", fresh.tls_client_cert),
+        ("key.pem", fresh.tls_client_key),
+    ):
+        publish(paths.tls / name, text, mode=0o600)
+
+
+def role_environment(paths: RunPaths) -> dict[str, str]:
+    """What every role's environment has on this node: caches off HOME, in a folder of the node's own."""
+    private = paths.private()
+    caches = private / "cache"
+    caches.mkdir(exist_ok=True)
+    return {
+        **slurm.STATIC,
+        "DASK_CONFIG": str(private / "dask"),
+        "XDG_CACHE_HOME": str(caches),
+        "HF_HOME": str(caches / "huggingface"),
+        "TRITON_CACHE_DIR": str(caches / "triton"),
+        "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"),
+        "MPLCONFIGDIR": str(caches / "matplotlib"),
+    }
+
+
+def submit_here(paths: RunPaths, role: Role, index: int, control: int, after: str, body: Callable[..., None]) -> None:
+    """The helper's part: hand one job, `body(root, role, index, control)`, to submitit; record it, print the record.
+
+    It records itself, so that a job is known even when whoever asked for it died meanwhile.
+    """
+    config = load_resolved(paths.config)
+    # A local controller must not hold the pipe by which we answer, else our caller waits for the job's end.
+    answer = os.dup(1)
+    os.set_inheritable(answer, False)
+    null = os.open(os.devnull, os.O_RDWR)
+    for fd in (0, 1) if config.launch.executor == "slurm" else (0, 1, 2):
+        os.dup2(null, fd)
+    environment = dict(os.environ) | role_environment(paths)
+    job = EXECUTORS[config.launch.executor].submit(paths, config, role, index, control, after, body, environment)
+    record(paths, "submitted", **asdict(job))
+    os.write(answer, json.dumps(asdict(job)).encode() + b"\n")
+
+
+def scripts(paths: RunPaths, config: Config) -> list[tuple[str, str]]:
+    """(job, script) of each job that a run would submit."""
+    return [(f"{role}-{index}", slurm.script(paths, config, role, index)) for role, index in wanted(config)]
+
+
+def wanted(config: Config) -> list[tuple[Role, int]]:
+    """(role, index) of every job of a run."""
+    counts: dict[Role, int] = {
+        "control": 1,
+        "rollout": sum(pool.jobs for pool in config.rollout),
+        "sandbox": sum(pool.jobs for pool in config.sandbox),
+        "learner": 1,
+    }
+    return [(role, index) for role, count in counts.items() for index in range(count)]

@@ -1,0 +1,244 @@
+"""Jobs of a Slurm cluster: submitit's scripts, and what squeue and scancel say and do.
+
+Slurm's commands hang for minutes while its controller is away: each gets a time limit and a few tries. One call asks
+after all jobs.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import shlex
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from hpcrl.config import Config, seconds_of
+from hpcrl.launch.jobs import GONE, Job, Role, State
+from hpcrl.layout import RunPaths
+from hpcrl.types import HpcrlError
+
+logger = logging.getLogger(__name__)
+
+ANSWER_S, TRIES = 20.0, 3
+SUBMIT_S = 120.0
+_ENDED = """
+BOOT_FAIL CANCELLED COMPLETED DEADLINE FAILED NODE_FAIL OUT_OF_MEMORY PREEMPTED REVOKED TIMEOUT
+"""
+ENDED = frozenset(_ENDED.split())
+# Of a job that submits another: what describes the one and would be taken for the other's.
+_OF_A_JOB = (
+    "SLURM",
+    "SBATCH_",
+    "SRUN_",
+    "PMI",
+    "SUBMITIT_",
+    "GPU_DEVICE",
+    "CUDA_VISIBLE",
+    "ROCR_VISIBLE",
+    "ZE_AFFINITY",
+)
+_FORMATS = ("SQUEUE_", "SCANCEL_", "SCONTROL_", "SLURM_TIME_FORMAT")  # of a user's own; would change what we read
+
+
+class SlurmError(HpcrlError):
+    """Slurm doesn't answer, or refuses: in its own words."""
+
+
+def ask(*command: str, tries: int = TRIES, check: bool = True) -> str:
+    """What one of Slurm's commands prints. Raises SlurmError when it gives no answer in time, or fails."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(_FORMATS)} | {"LC_ALL": "C"}
+    said = ""
+    for number in range(tries):
+        if number:
+            time.sleep(2.0**number)
+        try:
+            done = subprocess.run(
+                command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=ANSWER_S
+            )
+        except FileNotFoundError as error:
+            raise SlurmError(f"{command[0]}: not found on PATH; on a Slurm cluster it is") from error
+        except subprocess.TimeoutExpired:
+            said = f"no answer for {ANSWER_S:g} s"
+            continue
+        if done.returncode == 0 or not check:
+            return done.stdout
+        said = done.stderr.strip() or f"exit code {done.returncode}"
+    raise SlurmError(f"{' '.join(command[:3])}: {said}")
+
+
+# ---- how jobs stand -------------------------------------------------------------------------------------------------
+
+
+def look(jobs: Sequence[Job]) -> dict[str, State]:
+    """How each job stands. Raises SlurmError when Slurm doesn't say."""
+    found = {row.partition("|")[0]: row for row in ask(*SQUEUE).splitlines()}
+    return {job.key: state_of(found[job.id]) if job.id in found else GONE for job in jobs}
+
+
+# Jobs that ended stay listed for some minutes (MinJobAge). %i may be 12, 12_3 or 12+0.
+SQUEUE = ("squeue", "--me", "--noheader", "--states=all", "--format=%i|%T|%L|%N|%r")
+
+
+def state_of(row: str) -> State:
+    """A line of squeue's."""
+    _, name, left, node, reason = row.split("|", 4)
+    alive = name not in ENDED
+    return State(alive=alive, name=name, node=node, reason="" if reason == "None" else reason, left_s=_left(left))
+
+
+def _left(text: str) -> float | None:
+    try:
+        return float(seconds_of(text))
+    except ValueError:  # UNLIMITED, NOT_SET, INVALID
+        return None
+
+
+def send(jobs: Sequence[Job], number: signal.Signals) -> None:
+    """SIGTERM: jobs that wait are cancelled, the tasks of those that run are told. SIGKILL: all are cancelled."""
+    ids = [job.id for job in jobs]
+    if not ids:
+        return
+    if number == signal.SIGKILL:
+        ask("scancel", "--quiet", *ids, check=False)
+        return
+    ask("scancel", "--quiet", "--state=PENDING", *ids, check=False)
+    ask("scancel", "--quiet", f"--signal={number.name.removeprefix('SIG')}", "--state=RUNNING", *ids, check=False)
+
+
+# ---- submitting -----------------------------------------------------------------------------------------------------
+
+
+def submit(
+    paths: RunPaths,
+    config: Config,
+    role: Role,
+    index: int,
+    control: int,
+    after: str,
+    body: Callable[..., None],
+    environment: Mapping[str, str],
+) -> Job:
+    """Hand `body(root, role, index, control)` to sbatch, in place of this process's environment."""
+    kept = {name: value for name, value in environment.items() if not name.startswith(_OF_A_JOB)}
+    for name in ("SLURM_CONF", "SBATCH_ACCOUNT"):
+        if name in environment:
+            kept[name] = environment[name]
+    if config.slurm_of(role, index).account:
+        kept.pop("SBATCH_ACCOUNT", None)  # sbatch would have it overrule the script
+    os.environ.clear()
+    os.environ.update(kept)
+    executor = _executor(paths, config, role, index)
+    if after:
+        executor.update_parameters(dependency=f"afterany:{after}")
+    id = executor.submit(body, str(paths.root), role, index, control).job_id
+    return Job(role=role, index=index, executor="slurm", id=id, wall=time.time())
+
+
+def script(paths: RunPaths, config: Config, role: Role, index: int) -> str:
+    """What sbatch would be given."""
+    executor = _executor(paths, config, role, index)
+    made: str = executor._make_submission_file_text(executor._submitit_command_str, "")
+    return made
+
+
+def _executor(paths: RunPaths, config: Config, role: Role, index: int) -> Any:
+    import submitit
+
+    class SlurmExecutor(submitit.SlurmExecutor):  # type: ignore[misc]
+        @classmethod
+        def affinity(cls) -> int:
+            return 2  # a script can be made where there is no srun; sbatch says it if it is missing
+
+    asked = config.slurm_of(role, index)
+    python = None
+    if asked.container and asked.container_runtime != "pyxis":
+        words = (asked.container_runtime, "exec", "--nv", "--bind", str(paths.root), asked.container)
+        python = f"{shlex.join(words)} {asked.container_python}"
+    elif asked.container:
+        python = asked.container_python
+    executor = SlurmExecutor(folder=paths.submitit / f"{role}-{index}", python=python)
+    executor.update_parameters(**parameters(paths, config, role, index))
+    return executor
+
+
+def job_name(paths: RunPaths, config: Config, role: Role, index: int) -> str:
+    """Tells a user which job is which, and us which are this run's: its last part is the run folder's inode."""
+    return f"{config.name}.{role}-{index}.{paths.root.stat().st_ino if paths.root.exists() else 0:x}"
+
+
+def parameters(paths: RunPaths, config: Config, role: Role, index: int) -> dict[str, Any]:
+    """submitit's parameters of a role's job."""
+    asked = config.slurm_of(role, index)
+    size = _size(config, role, index)
+    cpus = asked.cpus or size["cpus"]
+    srun_args = [f"--cpus-per-task={cpus}"]  # since 22.05 srun doesn't take it from the job
+    if role == "learner":
+        srun_args.append("--kill-on-bad-exit=1")
+    if asked.container and asked.container_runtime == "pyxis":
+        srun_args += [f"--container-image={asked.container}", f"--container-mounts={paths.root}"]
+    more = dict(_directive(line) for line in asked.directives)
+    for flag, value in (("mem", asked.memory), ("mem-per-cpu", asked.memory_per_cpu)):
+        if value:
+            more[flag] = value
+    if size["gpus"] and asked.gres:
+        more["gres"] = asked.gres.format(gpus=size["gpus"])
+    if asked.requeue:
+        more["requeue"] = True
+    given = {
+        "partition": asked.partition, "account": asked.account, "qos": asked.qos, "constraint": asked.constraint,
+        "exclude": asked.exclude,
+    }  # fmt: skip
+    return {
+        **{name: value for name, value in given.items() if value},
+        "job_name": job_name(paths, config, role, index),
+        "time": math.ceil(seconds_of(asked.time) / 60),
+        "nodes": size["nodes"],
+        "ntasks_per_node": size["tasks"],
+        "cpus_per_task": cpus,
+        **({"exclusive": True} if asked.exclusive else {}),
+        "signal_delay_s": asked.signal_s,
+        "stderr_to_stdout": True,
+        "setup": [*(f"module load {name}" for name in asked.modules), *asked.setup, *_exports()],
+        "srun_args": srun_args,
+        "additional_parameters": more,
+        "wckey": None,  # submitit's own default is one that sites which know their keys refuse
+    }
+
+
+def _exports() -> list[str]:
+    """What must be set before Python starts."""
+    return [f"export {name}={shlex.quote(value)}" for name, value in STATIC.items()]
+
+
+STATIC = {  # of every role's environment, on whatever node: one thread per process unless a role decides otherwise
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "PYTHONUNBUFFERED": "1",
+}
+
+
+def _directive(line: str) -> tuple[str, str | bool]:
+    """`--key=value` or `--flag`."""
+    key, equals, value = line.removeprefix("--").partition("=")
+    return key, value if equals else True
+
+
+def _size(config: Config, role: Role, index: int) -> dict[str, int]:
+    """Nodes, tasks per node, CPUs per task, GPUs per node that a role needs where the config doesn't say."""
+    match role:
+        case "rollout":
+            pool = config.pool("rollout", index)
+            threads = max(1, pool.threads) if not pool.gpus else 2  # vLLM's core and front end are busy on any device
+            cpus = pool.engines * (threads + pool.gpus) + pool.hosts
+            return {"nodes": 1, "tasks": 1, "cpus": cpus, "gpus": pool.engines * pool.gpus}
+        case "learner":
+            per_node = config.learner.ranks // config.learner.nodes
+            gpus = per_node * config.learner.gpus
+            return {"nodes": config.learner.nodes, "tasks": per_node, "cpus": config.learner.threads, "gpus": gpus}
+        case _:
+            return {"nodes": 1, "tasks": 1, "cpus": 2, "gpus": 0}

@@ -1,0 +1,153 @@
+"""What this node is to others: the address by which they reach it, and which life of which job we are in."""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+
+import psutil
+
+from hpcrl.config import Config
+from hpcrl.layout import node_name
+from hpcrl.types import ConfigError
+
+SCONTROL_S = 15.0
+
+
+def job_id() -> str:
+    """Of the job that this process is part of; without one, the pid."""
+    return os.environ.get("SUBMITIT_LOCAL_JOB_ID") or os.environ.get("SLURM_JOB_ID") or str(os.getpid())
+
+
+def job_life() -> str:
+    """The job, and which of its lives: a requeued job keeps its id."""
+    return f"{job_id()}.{os.environ.get('SLURM_RESTART_COUNT') or 0}"
+
+
+def node_id(role: str) -> str:
+    """Names a role's process on this node, in this life of its job where that is Slurm's: what it owns, such as a log,
+    is no later one's."""
+    name = f"{node_name()}-{role}"
+    return f"{name}-j{job_life()}" if "SLURM_JOB_ID" in os.environ else name
+
+
+def job_of(node: str) -> str:
+    """The id of the Slurm job that a node_id was made in; "" where there was none."""
+    found = re.search(r"-j([^-]+)\.\d+$", node)
+    return found[1] if found else ""
+
+
+def task_rank() -> int:
+    return int(os.environ.get("SUBMITIT_LOCAL_GLOBALID") or os.environ.get("SLURM_PROCID") or 0)
+
+
+@functools.cache
+def address(interface: str) -> str:
+    """The IPv4 address by which other nodes reach this one: that of the interface, where one is named; else what Slurm,
+    then the resolver, has for the node's name; else the only one there is.
+
+    Raises ConfigError with all interfaces when it can't be told.
+    """
+    own = _addresses()
+    if interface:
+        if interface not in own:
+            raise ConfigError(f"launch.interface: {node_name()} has no interface {interface!r} with IPv4; {_told(own)}")
+        return own[interface][0]
+    reachable = {one for name, ones in own.items() if name != "lo" for one in ones if not one.startswith("127.")}
+    for name in (_slurm_address(), socket.gethostname()):
+        for found in _resolved(name):
+            if found in reachable:
+                return found
+    if len(reachable) == 1:
+        return reachable.pop()
+    raise ConfigError(
+        f"launch.interface: can't tell by which address other nodes reach {node_name()}; {_told(own)}; name one of them"
+    )
+
+
+def interface_of(found: str) -> str:
+    """The name of the interface that has this address."""
+    return next(name for name, ones in _addresses().items() if found in ones)
+
+
+def _addresses() -> dict[str, list[str]]:
+    """IPv4 addresses of the interfaces that are up."""
+    up = {name for name, stats in psutil.net_if_stats().items() if stats.isup}
+    rows = {
+        name: [one.address for one in ones if one.family is socket.AF_INET]
+        for name, ones in psutil.net_if_addrs().items()
+    }
+    return {name: ones for name, ones in rows.items() if ones and name in up}
+
+
+def _told(own: dict[str, list[str]]) -> str:
+    return "it has " + ", ".join(f"{name} ({', '.join(ones)})" for name, ones in sorted(own.items()))
+
+
+def _resolved(name: str) -> list[str]:
+    try:
+        return [str(row[4][0]) for row in socket.getaddrinfo(name, None, socket.AF_INET, socket.SOCK_STREAM)]
+    except OSError:
+        return []
+
+
+def _slurm_address() -> str:
+    """What Slurm's configuration has for this node; "" without Slurm."""
+    name = os.environ.get("SLURMD_NODENAME", "")
+    if not name or shutil.which("scontrol") is None:
+        return ""
+    command = ("scontrol", "--oneliner", "show", "node", name)
+    try:
+        said = subprocess.run(command, capture_output=True, text=True, timeout=SCONTROL_S, check=True).stdout
+    except (OSError, subprocess.SubprocessError) as error:
+        print(f"{' '.join(command)}: {error}", file=sys.stderr)
+        return ""
+    return next((word.partition("=")[2] for word in said.split() if word.startswith("NodeAddr=")), "")
+
+
+# ---- listeners ------------------------------------------------------------------------------------------------------
+
+
+def host_of(config: Config) -> str:
+    """The address that this node's listeners bind to: loopback where all roles are on one machine."""
+    return "127.0.0.1" if config.launch.executor == "local" else address(config.launch.interface)
+
+
+def port_is_free(port: int, host: str = "127.0.0.1") -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return False
+        return True
+
+
+def listener_of(config: Config) -> socket.socket:
+    """A socket that listens on the highest port of `launch.ports` that nobody has. Raises ConfigError without one."""
+    low, high = config.launch.port_range
+    host = host_of(config)
+    for port in range(high, low - 1, -1):
+        made = socket.socket()
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            made.bind((host, port))
+            made.listen()
+        except OSError:
+            made.close()
+            continue
+        return made
+    raise ConfigError(f"launch.ports: no free port in {low}-{high}; give a wider range")
+
+
+def free_port(low: int, high: int, host: str = "127.0.0.1") -> int:
+    """The highest free port of a range (the scheduler takes the lowest)."""
+    port = next((port for port in range(high, low - 1, -1) if port_is_free(port, host)), None)
+    if port is None:
+        raise ConfigError(f"launch.ports: no free port in {low}-{high}; give a wider range")
+    return port

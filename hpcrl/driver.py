@@ -311,6 +311,8 @@ class Driver:
             role = self._roles.pop(worker, {})
             self._stats.pop(worker, None)
             if role.get("role") == "host":
+                if role["node"] not in self._hosts().values():
+                    self._nodes.pop(role["node"], None)
                 self._handle(f.HostLeft(host=worker))
             elif role.get("role") == "sandbox":
                 self._handle(f.SandboxLeft(sandbox=role["address"]))

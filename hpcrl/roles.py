@@ -38,6 +38,7 @@ from hpcrl.types import ConfigError, HpcrlError
 logger = logging.getLogger(__name__)
 
 STUCK_S = 120.0
+LONG_S = 600.0  # a control that lived for so long dies for the first time
 CLOSING_S = 20.0  # of the time that a rollout node is told ahead, for closing its log and ending its engines
 
 
@@ -52,7 +53,7 @@ def run_role(root: str, role: str, index: int, control_number: int) -> None:
     logger.info("%s-%d starts as job %s, pid %d", role, index, job, os.getpid())
     match role:
         case "control":
-            asyncio.run(control(paths, config))
+            asyncio.run(control(paths, config) if config.launch.executor == "local" else keep_control(paths, config))
         case "rollout":
             asyncio.run(rollout(paths, config, index))
         case "sandbox":
@@ -81,6 +82,35 @@ def on_signal(call: Callable[[], object], leave: Callable[[], object] | None = N
 
 
 # ---- control ------------------------------------------------------------------------------------------------------
+
+
+async def keep_control(paths: RunPaths, config: Config) -> None:
+    """Control in a process of its own that is started again when it dies: in Slurm's jobs nobody else would do it.
+
+    Raises HpcrlError when it dies `launch.restarts` times in a row, each time soon after its start.
+    """
+    deaths, asked = 0, False
+    process: asyncio.subprocess.Process | None = None
+
+    def tell(number: signal.Signals) -> None:
+        nonlocal asked
+        asked = True
+        if process is not None and process.returncode is None:
+            process.send_signal(number)
+
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
+        asyncio.get_running_loop().add_signal_handler(number, tell, number)
+    while True:
+        began = time.monotonic()
+        process = await asyncio.create_subprocess_exec(sys.executable, "-m", "hpcrl.roles", "control", str(paths.root))
+        code = await process.wait()
+        if code == 0 or asked:
+            return
+        deaths = deaths + 1 if time.monotonic() - began < LONG_S else 1
+        if deaths > config.launch.restarts:
+            raise HpcrlError(f"control died {deaths} times in a row (exit {code}); see {paths.submitit / 'control-0'}")
+        logger.error("control died (exit %d); starting it again (%d of %d)", code, deaths, config.launch.restarts)
+        await asyncio.sleep(min(0.5 * 2 ** (deaths - 1), 30.0))
 
 
 async def control(paths: RunPaths, config: Config) -> None:
@@ -349,11 +379,15 @@ def _wait_for(path: Path, seconds: float) -> dict[str, Any]:
     raise HpcrlError(f"{path}: rank 0 did not write it within {seconds:g} s")
 
 
-def main(what: str, root: str, name: str, *numbers: str) -> None:
-    """`submit RUN ROLE INDEX CONTROL [AFTER]` hands a role's job to the executor, `host RUN NODE INDEX NUMBER` is a
-    host."""
+def main(what: str, root: str, name: str = "", *numbers: str) -> None:
+    """`submit RUN ROLE INDEX CONTROL [AFTER]` hands a role's job to the executor, `control RUN` is control,
+    `host RUN NODE INDEX NUMBER` a host."""
     paths = RunPaths.of(root)
-    if what == "submit":
+    if what == "control":
+        die_with_parent()
+        start_logging(paths.logs, "control-0", job_id())
+        asyncio.run(control(paths, load_resolved(paths.config)))
+    elif what == "submit":
         from hpcrl import launch, roles
 
         # By the module's own name: as __main__ the job could not find it.

@@ -35,6 +35,7 @@ def train(
     file: ConfigFile,
     sets: Sets = None,
     run: Annotated[Path | None, typer.Option("--run", help="The run folder to make. [default: runs/NAME-TIME]")] = None,
+    detach: Annotated[bool, typer.Option("--detach", help="Submit the run to Slurm, don't watch it.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the Slurm scripts of all jobs, and stop.")] = False,
 ) -> None:
     """Start a run and watch it to its end. Ctrl-C stops a local one in order, and leaves one of Slurm's jobs alone;
@@ -43,6 +44,7 @@ def train(
     if dry_run:
         print_scripts(run or Path("runs") / settings.name, settings)
         return
+    check_detach(settings, detach)
     folder = run or Path("runs") / f"{settings.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     if folder.exists():
         is_run = RunPaths(folder).config.exists()
@@ -53,11 +55,27 @@ def train(
         paths = make_run(folder, settings)
     except KeyboardInterrupt:
         sys.exit(f"hpcrl: interrupted before anything was started; {folder} is removed")
-    sys.exit(watch_to_end(paths, settings))
+    begin(paths, settings, detach)
+
+
+def begin(paths: RunPaths, settings: Config, detach: bool) -> None:
+    if not detach:
+        sys.exit(watch_to_end(paths, settings))
+    job = launch.submit(paths, "control")
+    print(f"job {job.id} is its control; `hpcrl watch {paths.root}` shows it, `hpcrl stop {paths.root}` ends it")
+
+
+def check_detach(settings: Config, detach: bool) -> None:
+    if detach and settings.launch.executor == "local":
+        raise ConfigError("launch.executor: is 'local', whose jobs end with this command; --detach needs 'slurm'")
 
 
 @app.command()
-def resume(run: RunFolder, sets: Sets = None) -> None:
+def resume(
+    run: RunFolder,
+    sets: Sets = None,
+    detach: Annotated[bool, typer.Option("--detach", help="Submit the run to Slurm, don't watch it.")] = False,
+) -> None:
     """Continue a run that was stopped or broke off: next update, nothing lost, nothing trained twice."""
     from hpcrl.learner.models import ensure_model
 
@@ -65,6 +83,7 @@ def resume(run: RunFolder, sets: Sets = None) -> None:
     old = config.load_resolved(paths.config)
     settings = config.with_sets(old, sets or ())
     config.check_resume(old, settings)
+    check_detach(settings, detach)
     running = launch.newest(paths, "control")
     if running is not None and launch.alive(running):
         raise ConfigError(f"{run}: is running (job {running.id}); watch it with `hpcrl watch {run}`")
@@ -82,7 +101,7 @@ def resume(run: RunFolder, sets: Sets = None) -> None:
     for asked in paths.inbox.glob("stop-*.json"):  # of the control before
         asked.unlink(missing_ok=True)
     reserve(paths)
-    sys.exit(watch_to_end(paths, settings))
+    begin(paths, settings, detach)
 
 
 @app.command()

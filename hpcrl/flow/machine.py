@@ -395,7 +395,10 @@ class Flow:
         return out
 
     def _host_left(self, host: str, now: float) -> None:
-        self.hosts.pop(host, None)
+        place = self.hosts.pop(host, None)
+        if place is not None and all(other.node != place.node for other in self.hosts.values()):
+            self.nodes.pop(place.node, None)  # it may never come back; of one that does we hear again
+            self.full -= {place.node}
         fault = Fault(cause=Cause.PLATFORM, where=host, message="the host process went away")
         for key in [key for key, row in self.open.items() if row.host == host]:
             self._retry(key, self.open[key].ticket.attempt, fault, now)

@@ -273,6 +273,7 @@ class Supervisor:
             code = await process.wait()
             if self._leaving:
                 await self.stop.wait()
+                return
             if self._log is not None and self._log.local:  # whoever takes its trajectories over must see what it stored
                 with contextlib.suppress(OSError):  # the log says so, and moves it with the next segment
                     await self._log.seal()

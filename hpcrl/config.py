@@ -155,6 +155,7 @@ class Slurm(Table):
     exclusive: bool = False
     gres: Line = "gpu:{gpus}"  # of jobs that need GPUs
     signal_s: Positive = 120  # how long before its end a job is told of it
+    lead_s: Count = 300  # how long before that a rollout or sandbox job's successor is submitted
     requeue: bool = True
     modules: tuple[Line, ...] = Field(default=(), strict=False)  # to load
     setup: tuple[Line, ...] = Field(default=(), strict=False)  # lines of the script, before Python starts
@@ -211,6 +212,7 @@ class SandboxPool(Table):
 class Learner(Table):
     ranks: Positive = 1
     nodes: Positive = 1  # that these are spread over, evenly
+    interface: str = ""  # by which ranks reach each other; "": launch.interface
     gpus: Count = 0  # per rank; 0: CPU
     threads: Positive = 1  # CPU threads per rank
     micro_batch_tokens: Positive = 16384  # padded tokens per forward
@@ -251,6 +253,7 @@ class Launch(Table):
     executor: Literal["local", "slurm"] = "local"
     interface: str = ""  # by which nodes reach each other (`ip addr` names them); "": Slurm's address of the node
     look_s: PositiveNumber = 5.0  # between two questions to Slurm
+    gpu_hours: Number = 0.0  # that all jobs may use in all, then the run stops; 0: no limit
     ports: Annotated[str, Field(pattern=r"^\d+-\d+$")] = "20000-20999"
     dashboard: bool = True
     restarts: Count = 5  # replacements of a role's job without an update in between
@@ -319,6 +322,13 @@ class Config(Table):
         return self
 
     @model_validator(mode="after")
+    def _budget(self) -> Config:
+        gpus = self.learner.gpus + sum(pool.gpus for pool in self.rollout)
+        if self.launch.executor != "local" and gpus and not self.launch.gpu_hours:
+            raise ValueError("launch.gpu_hours: is 0; jobs that follow one another need a budget of GPU-hours")
+        return self
+
+    @model_validator(mode="after")
     def _slurm_of_each(self) -> Config:
         own = {"control": self.control.slurm, "learner": self.learner.slurm}
         own |= {f"rollout.{pool.name}": pool.slurm for pool in self.rollout}
@@ -338,6 +348,16 @@ class Config(Table):
         """What a role's job asks for."""
         table = getattr(self, role) if role in ("control", "learner") else self.pool(role, index)
         return self._slurm(table.slurm)
+
+    def gpus_of(self, role: str, index: int) -> int:
+        """GPUs that a role's job has, on all its nodes."""
+        if role == "learner":
+            return self.learner.ranks * self.learner.gpus
+        if role != "rollout":
+            return 0
+        pool = self.pool(role, index)
+        gpus: int = pool.engines * pool.gpus
+        return gpus
 
     def pool(self, role: str, index: int) -> Any:
         """The pool that the `index`-th job of a role belongs to."""

@@ -31,7 +31,7 @@ from distributed import Client, Scheduler, SchedulerPlugin
 from hpcrl import flow as f
 from hpcrl.config import Config
 from hpcrl.fleet import Fleet
-from hpcrl.layout import RunPaths, is_full, publish, publish_json, read_json
+from hpcrl.layout import RunPaths, is_full, node_name, publish, publish_json, read_json
 from hpcrl.node import job_of
 from hpcrl.observe.summary import plot
 from hpcrl.restore import restore
@@ -131,7 +131,8 @@ class Driver:
         self.flow = f.Flow(config, self._stream, restored, incarnation=ledger.incarnation, now=time.monotonic())
         self._trained = Counter(restored.trained)
         learnt = any(row.done for row in rows)
-        self._fleet = Fleet(paths, config, ledger.incarnation)
+        used_s = 3600 * (read_json(paths.heartbeat) or {}).get("gpu_hours", 0.0)  # of the controls before
+        self._fleet = Fleet(paths, config, ledger.incarnation, used_s)
         if learnt:
             self._fleet.done.add("learner")
         self._arrivals: asyncio.Queue[tuple[str, str]] = asyncio.Queue()
@@ -458,6 +459,10 @@ class Driver:
                 reason = None if full else str(error)
             if reason:
                 self._handle(f.StopAsked(reason=f"failed: {reason}"))
+            for role in self._roles.values():  # nothing new is placed on a sandbox node that is about to go
+                if role["role"] == "sandbox" and not role.get("leaving") and self._fleet.is_told(job_of(role["node"])):
+                    role["leaving"] = True
+                    self._handle(f.SandboxLeft(sandbox=role["address"]))
             await asyncio.sleep(1.0)
 
     async def _tick(self) -> None:
@@ -571,10 +576,12 @@ class Driver:
             "newest": flow.newest,
             "nodes": self._nodes,
             "restarts": dict(self._fleet.restarts),
+            "gpu_hours": self._fleet.gpu_s / 3600,
             "loads": self._loads,
             "refused": self._failed_loads,
             "metrics": dict(self._last.metrics) if self._last else {},
             "dashboard": getattr(self._scheduler.services.get("dashboard"), "port", None),
+            "node": node_name(),
             "incarnation": self._incarnation,
             "wall": time.time(),
         }  # fmt: skip

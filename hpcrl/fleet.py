@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import signal
 import time
 from collections import Counter
 from collections.abc import Sequence
 
 from hpcrl import launch
-from hpcrl.config import Config
+from hpcrl.config import Config, seconds_of
 from hpcrl.launch import Job, Role, SlurmError, State, local, newest, record, submit_async
 from hpcrl.layout import RunPaths
 from hpcrl.types import HpcrlError
@@ -28,7 +29,7 @@ SHORT_S = 60.0
 class Fleet:
     """The jobs of a run but control's own. Jobs that an earlier control left running are taken over, not replaced."""
 
-    def __init__(self, paths: RunPaths, config: Config, control: int) -> None:
+    def __init__(self, paths: RunPaths, config: Config, control: int, gpu_s: float = 0.0) -> None:
         self._paths, self._config, self._control = paths, config, control
         self.wanted: dict[tuple[Role, int], Job | None] = {
             (role, index): newest(paths, role, index) for role, index in launch.wanted(config) if role != "control"
@@ -39,6 +40,7 @@ class Fleet:
         self._jobs = [job for job in launch.jobs(paths) if job.role != "control"]  # all that may still live
         self.states: dict[str, State] = {}  # by job's key, as last seen
         self.ended: set[str] = set()  # keys of jobs that surely have ended
+        self.gpu_s = gpu_s  # GPU-seconds that jobs have had
         self._look_s = LOCAL_LOOK_S if config.launch.executor == "local" else config.launch.look_s
         self._looked = -float("inf")
         self._not_before: dict[tuple[Role, int], float] = {}
@@ -51,7 +53,8 @@ class Fleet:
     async def ensure(self) -> str | None:
         """Bring every job up. Returns why the run must stop when a role dies again and again without an update."""
         now = time.monotonic()
-        if now - self._looked < self._look_s:
+        since_s = now - self._looked
+        if since_s < self._look_s:
             return None
         self._looked = now
         try:
@@ -59,14 +62,21 @@ class Fleet:
         except SlurmError as error:
             logger.warning("jobs are left as they are: %s", error)
             return None
+        if reason := self._over_budget(since_s):
+            return reason
         for (role, index), job in self.wanted.items():
             state = self.states[job.key] if job is not None else None
             if job is not None and role == "learner" and self._lost_a_rank(job):
                 logger.warning("a rank of job %s (learner) is gone: ending the others", job.id)
                 launch.send([job], signal.SIGKILL)
-            if role in self.done or (state is not None and state.alive) or now < self._not_before.get((role, index), 0):
+            ends = state is not None and state.alive and self._ends_soon(role, index, state)
+            if role in self.done or now < self._not_before.get((role, index), 0):
                 continue
-            if job is not None and (role, index) in self._not_before and (reason := self._died(job)):  # one of ours
+            if ends:
+                logger.info("the time of %s-%d is nearly over: its successor is submitted", role, index)
+            elif state is not None and state.alive:
+                continue
+            elif job is not None and (role, index) in self._not_before and (reason := self._died(job)):  # one of ours
                 return reason
             self._submitting = asyncio.create_task(submit_async(self._paths, role, index, self._control))
             submitted = await asyncio.shield(self._submitting)
@@ -75,6 +85,32 @@ class Fleet:
             deaths = self.deaths[role, index]
             self._not_before[role, index] = now + min(2.0 ** (deaths - 1), 30.0) if deaths else now
         return None
+
+    def _over_budget(self, since_s: float) -> str | None:
+        """Account for the time since the last look. Returns why the run must stop when its GPU-hours are used up."""
+        if math.isfinite(since_s):
+            running = [job for job in self._jobs if self.states[job.key].name == "RUNNING"]
+            self.gpu_s += since_s * sum(self._config.gpus_of(job.role, job.index) for job in running)
+        budget = self._config.launch.gpu_hours
+        if not budget or self.gpu_s < budget * 3600:
+            return None
+        return f"launch.gpu_hours: the budget of {budget:g} GPU-hours is used up"
+
+    def _ends_soon(self, role: Role, index: int, state: State) -> bool:
+        """Whether a job's successor should be on its way: of those that several may be of at once."""
+        if role == "learner" or state.left_s is None or state.name != "RUNNING":
+            return False
+        asked = self._config.slurm_of(role, index)
+        ahead_s = asked.signal_s + asked.lead_s
+        return state.left_s < ahead_s and 2 * ahead_s < seconds_of(asked.time)
+
+    def is_told(self, job: str) -> bool:
+        """Whether a job (its id) has been told by now that its end is near."""
+        for one in self._jobs:
+            if one.id == job and one.key in self.states:
+                left_s = self.states[one.key].left_s
+                return left_s is not None and left_s < self._config.slurm_of(one.role, one.index).signal_s
+        return False
 
     def _died(self, job: Job) -> str | None:
         """Account for a job that ended though its work isn't over. Returns why the run must stop."""
@@ -105,10 +141,8 @@ class Fleet:
         """Wait for every job to end by itself; then ask by SIGTERM; then end it. What hasn't begun is cancelled."""
         if self._submitting is not None:  # one may be on its way
             with contextlib.suppress(HpcrlError):
-                job = await self._submitting
-                self.wanted[job.role, job.index] = job
-        jobs = [job for job in self.wanted.values() if job is not None]
-        living = await self._alive(jobs)
+                self._jobs.append(await self._submitting)
+        living = await self._alive(self._jobs)
         for step, wait_s in ((None, grace_s), (signal.SIGTERM, grace_s), (signal.SIGKILL, 5.0)):
             left = await self._alive(living)
             if step is signal.SIGKILL:

@@ -113,9 +113,9 @@ def _slurm_address() -> str:
 # ---- listeners ------------------------------------------------------------------------------------------------------
 
 
-def host_of(config: Config) -> str:
+def host_of(config: Config, interface: str = "") -> str:
     """The address that this node's listeners bind to: loopback where all roles are on one machine."""
-    return "127.0.0.1" if config.launch.executor == "local" else address(config.launch.interface)
+    return "127.0.0.1" if config.launch.executor == "local" else address(interface or config.launch.interface)
 
 
 def port_is_free(port: int, host: str = "127.0.0.1") -> bool:
@@ -128,10 +128,9 @@ def port_is_free(port: int, host: str = "127.0.0.1") -> bool:
         return True
 
 
-def listener_of(config: Config) -> socket.socket:
+def listener_of(config: Config, host: str) -> socket.socket:
     """A socket that listens on the highest port of `launch.ports` that nobody has. Raises ConfigError without one."""
     low, high = config.launch.port_range
-    host = host_of(config)
     for port in range(high, low - 1, -1):
         made = socket.socket()
         made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -324,11 +324,13 @@ async def sandbox(paths: RunPaths, config: Config, index: int) -> None:
     settings = config.pool("sandbox", index)
     node = node_id(f"s{index}")
     pool = Pool(settings, find_backend())
-    served = SandboxNode(paths, config, pool, ahead(settings.sessions))
+    served = SandboxNode(paths, config, pool, ahead(settings.sessions), node)
     local = paths.private() / f"dask-{node}"
     guest = Guest(paths, config, f"sandbox-{node}", served.call, nthreads=1, local=local)
     served.guest = guest
-    on_signal(guest.stop.set)
+    # Control hears of the end as we do: what is open here has the time that is left.
+    within_s = max(1.0, config.slurm_of("sandbox", index).signal_s - CLOSING_S)
+    on_signal(guest.stop.set, lambda: asyncio.get_running_loop().call_later(within_s, guest.stop.set))
     await served.start()
     try:
         await guest.serve()
@@ -354,12 +356,12 @@ def learner(paths: RunPaths, config: Config, control_number: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     rank, world = task_rank(), config.learner.ranks
     meeting = paths.control / f"learner-{job_life()}.json"
-    host = host_of(config)
+    host = host_of(config, config.learner.interface)
     for library in ("GLOO", "NCCL"):
         os.environ[f"{library}_SOCKET_IFNAME"] = interface_of(host)
     listener = None
     if rank == 0:
-        listener = listener_of(config)
+        listener = listener_of(config, host)
         publish_json(meeting, {"address": host, "port": listener.getsockname()[1]})
     row = _wait_for(meeting, 150)  # rank 0's node may be another: NFS shows a new file up to 60 s late
     watch = ControlWatch(paths, config)
@@ -392,7 +394,10 @@ def main(what: str, root: str, name: str = "", *numbers: str) -> None:
 
         # By the module's own name: as __main__ the job could not find it.
         index, control_number, after = int(numbers[0]), int(numbers[1]), numbers[2] if len(numbers) > 2 else ""
-        launch.submit_here(paths, name, index, control_number, after, roles.run_role)  # type: ignore[arg-type]
+        try:
+            launch.submit_here(paths, name, index, control_number, after, roles.run_role)  # type: ignore[arg-type]
+        except HpcrlError as error:
+            sys.exit(str(error))
     else:
         start_logging(paths.logs, f"host-{name}-{numbers[1]}", job_id())
         asyncio.run(host(paths, load_resolved(paths.config), name, int(numbers[0]), int(numbers[1])))

@@ -72,6 +72,7 @@ time = "{time}"
 memory = "400M"
 cpus = 1
 signal_s = {signal_s}
+lead_s = {lead_s}
 """
 
 
@@ -83,7 +84,7 @@ class Drill:
 
     def __init__(self, slurm: Slurm, folder: Path, **values: Any) -> None:
         self.slurm, self.run = slurm, folder / "run"
-        given = {"model": "tiny", "updates": 4000, "time": "1:00:00", "signal_s": 60, **values}
+        given = {"model": "tiny", "updates": 4000, "time": "1:00:00", "signal_s": 60, "lead_s": 60, **values}
         (folder / "drill.toml").write_text(CONFIG.format(**given))
         self.seconds: dict[str, float] = {}
         said = self.hpcrl("train", folder / "drill.toml", "--run", self.run, "--detach")

@@ -28,7 +28,7 @@ async def node(tmp_path: Path) -> AsyncIterator[tuple[SandboxNode, Line]]:
     launch.make_certificate(paths)
     config = Config.model_validate({"phase": [{"name": "p", "trajectories": 2, "group_size": 2}]})
     settings = SandboxPool(sessions=SESSIONS, warm=SESSIONS, memory_mib=64, disk_mib=2)
-    served = SandboxNode(paths, config, Pool(settings, find_backend()), SESSIONS)
+    served = SandboxNode(paths, config, Pool(settings, find_backend()), SESSIONS, "here-s0")
     await served.start()
     address = (await served.call("describe", {}))["address"]
     line = Line(address, security(paths))

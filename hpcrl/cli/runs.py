@@ -36,7 +36,7 @@ def train(
     sets: Sets = None,
     run: Annotated[Path | None, typer.Option("--run", help="The run folder to make. [default: runs/NAME-TIME]")] = None,
     detach: Annotated[bool, typer.Option("--detach", help="Submit the run to Slurm, don't watch it.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the Slurm scripts of all jobs, and stop.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what each job would be, and stop.")] = False,
 ) -> None:
     """Start a run and watch it to its end. Ctrl-C stops a local one in order, and leaves one of Slurm's jobs alone;
     `hpcrl resume` continues a stopped one."""
@@ -145,7 +145,9 @@ def status(run: RunFolder, as_json: AsJson = False) -> None:
         print(f"Slurm: {row['trouble']}")
     print_success(row["success"])
     if row["state"] == "running" and row.get("dashboard"):
-        print(f"Dask dashboard: http://127.0.0.1:{row['dashboard']}/status")
+        port = row["dashboard"]
+        through = "" if row["executor"] == "local" else f", after `ssh -L {port}:127.0.0.1:{port} {row['node']}`"
+        print(f"Dask dashboard: http://127.0.0.1:{port}/status{through}")
 
 
 @app.command()
@@ -206,8 +208,6 @@ def check(settings: Config) -> None:
 
 
 def print_scripts(folder: Path, settings: Config) -> None:
-    if settings.launch.executor == "local":
-        raise ConfigError("launch.executor: is 'local', which has no scripts; with --dry-run it must be 'slurm'")
     for job, script in launch.scripts(RunPaths(folder.expanduser().absolute()), settings):
         print(f"# ---- {job} ----\n{script}")
 
@@ -381,8 +381,8 @@ def full_status(paths: RunPaths) -> dict[str, Any]:
     ):
         row["state"], row["reason"] = "broken off", f"control is gone; `hpcrl resume {paths.root}` continues"
     return row | {
-        "name": settings.name, "seed": settings.seed, "run": str(paths.root), "jobs": jobs,
-        "success": success(row["evaluations"]),
+        "name": settings.name, "executor": settings.launch.executor, "seed": settings.seed, "run": str(paths.root),
+        "jobs": jobs, "success": success(row["evaluations"]),
     }  # fmt: skip
 
 

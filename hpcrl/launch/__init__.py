@@ -18,12 +18,12 @@ from types import ModuleType
 
 from hpcrl.config import Config, load_resolved
 from hpcrl.launch import local, slurm
-from hpcrl.launch.jobs import GONE, ROLES, Job, Role, State, jobs, newest, record
+from hpcrl.launch.jobs import GONE, ROLES, Job, Role, State, jobs, newest, record, wanted
 from hpcrl.launch.slurm import SUBMIT_S, SlurmError
 from hpcrl.layout import RunPaths, publish
 from hpcrl.types import HpcrlError
 
-__all__ = ["GONE", "ROLES", "Job", "Role", "SlurmError", "State", "jobs", "newest", "record"]
+__all__ = ["GONE", "ROLES", "Job", "Role", "SlurmError", "State", "jobs", "newest", "record", "wanted"]
 
 EXECUTORS: dict[str, ModuleType] = {"local": local, "slurm": slurm}
 
@@ -161,15 +161,5 @@ def submit_here(paths: RunPaths, role: Role, index: int, control: int, after: st
 
 def scripts(paths: RunPaths, config: Config) -> list[tuple[str, str]]:
     """(job, script) of each job that a run would submit."""
-    return [(f"{role}-{index}", slurm.script(paths, config, role, index)) for role, index in wanted(config)]
-
-
-def wanted(config: Config) -> list[tuple[Role, int]]:
-    """(role, index) of every job of a run."""
-    counts: dict[Role, int] = {
-        "control": 1,
-        "rollout": sum(pool.jobs for pool in config.rollout),
-        "sandbox": sum(pool.jobs for pool in config.sandbox),
-        "learner": 1,
-    }
-    return [(role, index) for role, count in counts.items() for index in range(count)]
+    executor = EXECUTORS[config.launch.executor]
+    return [(f"{role}-{index}", executor.script(paths, config, role, index)) for role, index in wanted(config)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from hpcrl.config import Config
 from hpcrl.layout import Appender, RunPaths, read_lines
 
 Role = Literal["control", "rollout", "sandbox", "learner"]
@@ -53,6 +54,17 @@ def jobs(paths: RunPaths) -> list[Job]:
 
 def newest(paths: RunPaths, role: Role, index: int = 0) -> Job | None:
     return next((job for job in reversed(jobs(paths)) if job.role == role and job.index == index), None)
+
+
+def wanted(config: Config) -> list[tuple[Role, int]]:
+    """(role, index) of every job of a run."""
+    counts: dict[Role, int] = {
+        "control": 1,
+        "rollout": sum(pool.jobs for pool in config.rollout),
+        "sandbox": sum(pool.jobs for pool in config.sandbox),
+        "learner": 1,
+    }
+    return [(role, index) for role, count in counts.items() for index in range(count)]
 
 
 def record(paths: RunPaths, event: str, **fields: Any) -> None:

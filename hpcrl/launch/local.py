@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 
 from hpcrl.config import Config
-from hpcrl.launch.jobs import GONE, Job, Role, State
+from hpcrl.launch.jobs import GONE, Job, Role, State, wanted
 from hpcrl.layout import ProcessId, RunPaths, node_name
 from hpcrl.types import ConfigError
 
@@ -84,6 +84,17 @@ def submit(
     )
 
 
+def script(paths: RunPaths, config: Config, role: Role, index: int) -> str:
+    """What the job would be, as a shell would have it; its devices by number where this machine has too few."""
+    total = sum(count for _, _, count in _shares(config))
+    there = visible_devices()
+    devices = there if len(there) >= total else [str(number) for number in range(total)]
+    mine = ",".join(devices_of(config, role, index, devices))
+    tasks = config.learner.ranks if role == "learner" else 1
+    given = f"CUDA_VISIBLE_DEVICES={mine} " if role in ("rollout", "learner") else ""
+    return f"{given}python -m submitit.core._submit {paths.submitit}/{role}-{index}  # {tasks} times\n"
+
+
 # ---- devices --------------------------------------------------------------------------------------------------------
 
 
@@ -115,7 +126,5 @@ def devices_of(config: Config, role: Role, index: int, devices: Sequence[str]) -
 
 
 def _shares(config: Config) -> list[tuple[Role, int, int]]:
-    """(role, index of the job, GPUs that it takes) of the jobs that may take any."""
-    pools = [pool for pool in config.rollout for _ in range(pool.jobs)]
-    rollout: list[tuple[Role, int, int]] = [("rollout", i, pool.engines * pool.gpus) for i, pool in enumerate(pools)]
-    return [*rollout, ("learner", 0, config.learner.ranks * config.learner.gpus)]
+    """(role, index of the job, GPUs that it takes) of every job."""
+    return [(role, index, config.gpus_of(role, index)) for role, index in wanted(config)]

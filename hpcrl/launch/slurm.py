@@ -134,7 +134,10 @@ def submit(
     executor = _executor(paths, config, role, index)
     if after:
         executor.update_parameters(dependency=f"afterany:{after}")
-    id = executor.submit(body, str(paths.root), role, index, control).job_id
+    try:
+        id = executor.submit(body, str(paths.root), role, index, control).job_id
+    except Exception as error:  # submitit's own kinds, among others
+        raise SlurmError(str(error) or type(error).__name__) from error
     return Job(role=role, index=index, executor="slurm", id=id, wall=time.time())
 
 
@@ -235,10 +238,10 @@ def _size(config: Config, role: Role, index: int) -> dict[str, int]:
             pool = config.pool("rollout", index)
             threads = max(1, pool.threads) if not pool.gpus else 2  # vLLM's core and front end are busy on any device
             cpus = pool.engines * (threads + pool.gpus) + pool.hosts
-            return {"nodes": 1, "tasks": 1, "cpus": cpus, "gpus": pool.engines * pool.gpus}
+            return {"nodes": 1, "tasks": 1, "cpus": cpus, "gpus": config.gpus_of(role, index)}
         case "learner":
             per_node = config.learner.ranks // config.learner.nodes
-            gpus = per_node * config.learner.gpus
+            gpus = config.gpus_of(role, index) // config.learner.nodes
             return {"nodes": config.learner.nodes, "tasks": per_node, "cpus": config.learner.threads, "gpus": gpus}
         case _:
             return {"nodes": 1, "tasks": 1, "cpus": 2, "gpus": 0}

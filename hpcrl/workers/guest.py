@@ -124,6 +124,10 @@ class Guest:
             finally:
                 self.worker = None
 
+    def has_tasks(self) -> bool:
+        """Whether Dask tasks are here, or what they came to, which control has not taken yet."""
+        return self.worker is not None and bool(self.worker.state.tasks)
+
     async def _until_left(self, worker: Worker) -> None:
         stopped = asyncio.create_task(self.stop.wait())
         finished = asyncio.create_task(worker.finished())

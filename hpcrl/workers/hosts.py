@@ -36,7 +36,6 @@ from hpcrl.workers.sandboxes import Line, NoSandbox, RemoteSandbox
 logger = logging.getLogger(__name__)
 
 EVENT_S = 0.02  # least time between two event messages of a worker
-HEARD_S = 2.0  # in which control takes what a Dask task came to
 RELEASE_S = 5.0  # for a sandbox node to take a sandbox back
 
 
@@ -218,7 +217,7 @@ class Host:
                 return {
                     "role": "host",
                     "node": self._where.node,
-                    "capacity": ahead(self._concurrent),
+                    "capacity": 0 if self._leaving else ahead(self._concurrent),
                     "held": [(key, ticket.attempt, ticket.sandbox) for key, (ticket, _, _) in self._loops.items()],
                 }
             case "stats":
@@ -245,9 +244,9 @@ class Host:
         self._leaving = True
         for _, loop, _ in self._loops.values():
             loop.leaving = True
-        while self._loops:  # noqa: ASYNC110 (many tasks, and each is waited for where it was attached)
+        assert self.guest is not None
+        while self._loops or self.guest.has_tasks():  # noqa: ASYNC110 (many, each waited for where it was attached)
             await asyncio.sleep(0.1)
-        await asyncio.sleep(HEARD_S)
 
     def stats(self) -> dict[str, Any]:
         loops = [loop for _, loop, _ in self._loops.values()]

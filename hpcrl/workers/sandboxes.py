@@ -33,8 +33,8 @@ LINE = "2ms"  # what gathers in that time goes between host and sandbox node as 
 class SandboxNode:
     """Serves a pool of sandboxes to hosts, over a listener of its own that outlives the Dask worker."""
 
-    def __init__(self, paths: RunPaths, config: Config, pool: Pool, capacity: int) -> None:
-        self._paths, self._config, self._pool, self._capacity = paths, config, pool, capacity
+    def __init__(self, paths: RunPaths, config: Config, pool: Pool, capacity: int, name: str) -> None:
+        self._paths, self._config, self._pool, self._capacity, self._name = paths, config, pool, capacity, name
         self._listener: Any = None
         self._taking: dict[tuple[str, int], asyncio.Task[Lease]] = {}
         self.guest: Guest | None = None
@@ -49,6 +49,7 @@ class SandboxNode:
             case "describe":
                 return {
                     "role": "sandbox",
+                    "node": self._name,
                     "address": self._listener.contact_address,
                     "capacity": self._capacity,
                 }  # of tickets

@@ -1,0 +1,252 @@
+"""What Slurm is asked for and what its answers are taken for; the cluster itself is in test_slurm_run.py."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from run_parts import hpcrl
+
+from hpcrl import config, launch, node
+from hpcrl.config import Config, seconds_of
+from hpcrl.fleet import Fleet
+from hpcrl.launch import Job, SlurmError, slurm
+from hpcrl.launch.slurm import ask, look, state_of
+from hpcrl.layout import RunPaths
+from hpcrl.types import ConfigError, HpcrlError
+
+ROOT = Path(__file__).parents[1]
+SCRIPTS = Path(__file__).with_name("scripts")
+RL = '[[phase]]\nname = "rl"\nobjective = "sft"\ntrajectories = 1\n[evaluation]\ntasks = 0\n'
+
+
+def load(tmp_path: Path, text: str, *sets: str) -> Config:
+    path = tmp_path / "run.toml"
+    path.write_text(RL + text)
+    return config.load(path, sets)
+
+
+@pytest.fixture
+def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], Path]:
+    """Puts a command of that name, with that shell body, in front of all others; each call leaves a line in a file."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", str(folder), prepend=os.pathsep)
+
+    def make(name: str, body: str) -> Path:
+        calls = tmp_path / f"{name}.calls"
+        calls.touch()
+        (folder / name).write_text(f'#!/bin/bash\necho "$@" >> {calls}\n{body}\n')
+        (folder / name).chmod(0o755)
+        return calls
+
+    return make
+
+
+# ---- scripts --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["cluster", "one_node", "testbed"])
+def test_the_scripts_of_a_dry_run(name: str, tmp_path: Path) -> None:
+    """To make them anew: delete the file, and look at what git says of the new one."""
+    path = ROOT / "configs" / f"{name}.toml"
+    if name == "testbed":
+        path = tmp_path / "testbed.toml"
+        path.write_text(f'include = ["{ROOT}/configs/quickstart.toml", "{ROOT}/slurm/sites/testbed.toml"]\n')
+    done = hpcrl("train", path, "--dry-run", "--run", "/runs/one", "--set", "rollout.slurm={partition='odd one'}")
+    assert done.returncode == 0, done.stderr
+    said = done.stdout.replace(sys.executable, "PYTHON")
+    kept = SCRIPTS / f"{name}.txt"
+    if not kept.exists():
+        kept.write_text(said)
+        pytest.fail(f"{kept} was missing: it has been made, look at it")
+    assert said == kept.read_text()
+    assert not Path("/runs").exists()
+
+
+def test_a_container_and_lines_of_a_sites_own(tmp_path: Path) -> None:
+    text = '[launch]\nexecutor = "slurm"\n[slurm]\nmodules = ["cuda/12"]\nsetup = ["ulimit -n 4096"]\n'
+    text += 'directives = ["--reservation=school", "--overcommit"]\nmemory_per_cpu = "2G"\n'
+    text += 'container = "/images/a b.sif"\n[control]\nslurm = {container_runtime = "pyxis", memory_per_cpu = ""}\n'
+    settings = load(tmp_path, text)
+    rollout, control = (slurm.script(RunPaths(tmp_path), settings, role, 0) for role in ("rollout", "control"))
+    for line in ("module load cuda/12", "ulimit -n 4096", "#SBATCH --reservation=school", "#SBATCH --overcommit"):
+        assert line in rollout.splitlines()
+    assert "#SBATCH --mem-per-cpu=2G" in rollout and "--mem=" not in rollout
+    assert f"apptainer exec --nv --bind {tmp_path} '/images/a b.sif' python3 -u -m submitit" in rollout
+    assert "'--container-image=/images/a b.sif'" in control and "mem" not in control
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('[slurm]\ntime = "72h"', "slurm.time: '72h' is no time that Slurm knows"),
+        ("[slurm]\ntime = 0", "slurm.time: must be more than nothing"),
+        ('[slurm]\npartion = "gpu"', "unknown key 'slurm.partion'; did you mean 'partition'?"),
+        ('[learner]\nslurm = {partion = "gpu"}', "unknown key 'learner.slurm.partion'; did you mean 'partition'?"),
+        ('[control]\nslurm = {memory = "4 GB"}', "control.slurm.memory: "),
+        ('[slurm]\nmemory = "4G"\nmemory_per_cpu = "1G"', "memory and memory_per_cpu exclude each other"),
+        ('[slurm]\ndirectives = ["-p gpu"]', "slurm.directives"),
+        ("[learner]\nranks = 3\nnodes = 2", "ranks (3) must be a multiple of nodes (2)"),
+        ('[launch]\nexecutor = "slurm"\n[learner]\ngpus = 1', "launch.gpu_hours: is 0; jobs that follow one another"),
+        ('[[rollout]]\nname = "r"\nengines = 0\n[evaluation]\ntasks = 3', "rollout: no pool has engines"),
+        ('[launch]\nexecutor = "pbs"', "launch.executor"),
+    ],
+)
+def test_what_is_refused(text: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    own = "" if "[evaluation]" in text else "\n[evaluation]\ntasks = 0\n"
+    path.write_text(RL.partition("[evaluation]")[0] + text + own)
+    with pytest.raises(ConfigError) as caught:
+        config.load(path)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("4320", 259200), ("72:00:00", 259200), ("3-0", 259200), ("3-00:00:00", 259200), ("1-2:3", 93780),
+        ("90:30", 5430), ("1:02:03", 3723), ("0", 0),
+    ],
+)  # fmt: skip
+def test_times(text: str, seconds: int) -> None:
+    assert seconds_of(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "72h", "1d", "-5", "1:2:3:4", "UNLIMITED", "1-", "٣"])
+def test_no_times(text: str) -> None:
+    with pytest.raises(ValueError, match="no time that Slurm knows"):
+        seconds_of(text)
+
+
+# ---- answers --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("row", "alive", "node", "reason", "left_s"),
+    [
+        ("12|RUNNING|1-02:00:00|gpu[1-2]|None", True, "gpu[1-2]", "", 93600.0),
+        ("12|PENDING|10:00||Resources", True, "", "Resources", 600.0),
+        ("12|PENDING|UNLIMITED||(ReqNodeNotAvail, a|b)", True, "", "(ReqNodeNotAvail, a|b)", None),
+        ("12|COMPLETING|0:00|n1|None", True, "n1", "", 0.0),
+        ("12|REQUEUE_HOLD|INVALID||job requeued in held state", True, "", "job requeued in held state", None),
+        ("12|A_STATE_OF_TOMORROW|0:01|n1|None", True, "n1", "", 1.0),
+        ("12|NODE_FAIL|0:00|n1|None", False, "n1", "", 0.0),
+        ("12|OUT_OF_MEMORY|0:00|n1|OutOfMemory", False, "n1", "OutOfMemory", 0.0),
+    ],
+)  # fmt: skip
+def test_states(row: str, alive: bool, node: str, reason: str, left_s: float | None) -> None:
+    found = state_of(row)
+    assert (found.alive, found.node, found.reason, found.left_s) == (alive, node, reason, left_s)
+
+
+def jobs(count: int) -> list[Job]:
+    return [Job(role="sandbox", index=index, executor="slurm", id=str(100 + index), wall=0.0) for index in range(count)]
+
+
+def test_one_question_for_all_jobs_and_none_is_taken_for_dead_without_an_answer(
+    command: Callable[[str, str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SQUEUE_FORMAT", "%A")  # a user's own
+    calls = command("squeue", 'test -z "$SQUEUE_FORMAT" && echo "100|RUNNING|1:00|n1|None"')
+    found = look(jobs(200))
+    assert len(calls.read_text().splitlines()) == 1
+    assert [key for key, state in found.items() if state.alive] == ["100"]
+    monkeypatch.setattr(slurm, "ANSWER_S", 0.2)
+    monkeypatch.setattr(slurm.time, "sleep", lambda seconds: None)
+    calls = command("squeue", "exec sleep 30")
+    with pytest.raises(SlurmError, match=r"squeue .*: no answer for 0.2 s"):
+        look(jobs(1))
+    assert len(calls.read_text().splitlines()) == 1 + slurm.TRIES
+    command("squeue", "echo 'slurm_load_jobs error: Unable to contact slurm controller' >&2; exit 1")
+    with pytest.raises(SlurmError, match="Unable to contact"):
+        look(jobs(1))
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(SlurmError, match="squeue: not found on PATH"):
+        ask("squeue")
+
+
+async def test_a_fleet_leaves_its_jobs_alone_while_slurm_is_away(
+    command: Callable[[str, str], Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    settings = load(tmp_path, '[launch]\nexecutor = "slurm"\n[[rollout]]\nname = "r"\nengines = 0\n')
+    paths = RunPaths(tmp_path / "run")
+    paths.root.mkdir()
+    paths.make()
+    for role, index in launch.wanted(settings):
+        launch.record(
+            paths, "submitted", role=role, index=index, executor="slurm", id=f"{role}7", wall=0.0, start=0, boot=""
+        )
+    monkeypatch.setattr(slurm.time, "sleep", lambda seconds: None)
+    command("squeue", "exit 1")
+    submitted = command("sbatch", "exit 1")
+    fleet = Fleet(paths, settings, 1)
+    assert await fleet.ensure() is None and not submitted.read_text()
+    assert not fleet.ended
+
+
+def test_a_job_inherits_nothing_of_the_job_that_submits_it(
+    command: Callable[[str, str], Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in ("SLURM_JOB_ID", "SLURM_MEM_PER_CPU", "SLURM_HET_SIZE", "SBATCH_PARTITION", "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.setenv(name, "7")
+    monkeypatch.setenv("SLURM_CONF", "/etc/here")
+    monkeypatch.setenv("SBATCH_ACCOUNT", "mine")
+    seen = tmp_path / "environment"
+    command("sbatch", f"env > {seen}; echo Submitted batch job 42")
+    paths = RunPaths(tmp_path / "my run ü")
+    paths.root.mkdir()
+    paths.make()
+    paths.config.write_text(config.dump(load(tmp_path, '[launch]\nexecutor = "slurm"\n')))
+    job = launch.submit(paths, "sandbox")
+    assert (job.id, job.executor) == ("42", "slurm")
+    assert [row.id for row in launch.jobs(paths)] == ["42"]
+    given = dict(line.split("=", 1) for line in seen.read_text().splitlines() if "=" in line)
+    assert {name for name in given if name.startswith(("SLURM", "SBATCH", "CUDA"))} == {"SLURM_CONF", "SBATCH_ACCOUNT"}
+    command("sbatch", "echo 'sbatch: error: invalid partition specified: gpu' >&2; exit 1")
+    with pytest.raises(HpcrlError, match=r"^job sandbox-0 could not be submitted: sbatch: error: invalid partition"):
+        launch.submit(paths, "sandbox")
+    assert len(launch.jobs(paths)) == 1
+
+
+# ---- this node ------------------------------------------------------------------------------------------------------
+
+
+def test_an_interface_that_is_not_there_is_refused_with_those_that_are() -> None:
+    with pytest.raises(ConfigError, match=r"launch.interface: .* has no interface 'ib7' with IPv4; it has .*lo \(127"):
+        node.address("ib7")
+
+
+def test_a_hostname_that_leads_to_loopback_is_not_taken_for_reachable(monkeypatch: pytest.MonkeyPatch) -> None:
+    node.address.cache_clear()
+    monkeypatch.delenv("SLURMD_NODENAME", raising=False)
+    monkeypatch.setattr(node, "_addresses", lambda: {"lo": ["127.0.0.1"], "eth0": ["10.0.0.5"], "ib0": ["10.1.0.5"]})
+    monkeypatch.setattr(node, "_resolved", lambda name: ["127.0.1.1"])
+    with pytest.raises(ConfigError, match=r"can't tell .* it has eth0 \(10.0.0.5\), ib0 \(10.1.0.5\), lo .*name one"):
+        node.address("")
+    assert node.address("ib0") == "10.1.0.5" and node.interface_of("10.1.0.5") == "ib0"
+    monkeypatch.setattr(node, "_resolved", lambda name: ["127.0.1.1", "10.0.0.5"])
+    assert node.address("") == "10.0.0.5"
+    node.address.cache_clear()
+
+
+def test_a_node_of_slurms_is_named_by_job_and_life(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SUBMITIT_LOCAL_JOB_ID", raising=False)
+    monkeypatch.setenv("SLURMD_NODENAME", "gpu-07")
+    monkeypatch.setenv("SLURM_JOB_ID", "123")
+    assert node.node_id("r0") == "gpu-07-r0-j123.0"
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
+    assert node.job_of(node.node_id("r0")) == "123" and node.node_id("r0").endswith(".2")
+    assert node.job_of("host-j1-r0") == ""
+
+
+def test_jobs_of_a_time_before_there_were_executors_are_local(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path)
+    row = {"event": "submitted", "role": "control", "index": 0, "id": "1", "start": 5, "boot": "b", "wall": 1.0}
+    paths.jobs.write_text(json.dumps(row) + "\n")
+    (job,) = launch.jobs(paths)
+    assert (job.executor, job.key) == ("local", "1/5")

@@ -1,0 +1,158 @@
+"""Whole runs on a real Slurm: every role a job, and what happens to jobs on clusters happens to them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from drill_parts import ROLES, Drill, pids
+from slurm_parts import TESTBED, Slurm, until
+
+from hpcrl.layout import read_json
+
+pytestmark = pytest.mark.slurm
+
+STOPPED_S = 330.0  # longer than every patience of a drill's run: control_timeout_s is 300
+
+
+@pytest.fixture(scope="module")
+def drill(slurm: Slurm, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Drill]:
+    """One run that all drills are done to; at its end it is stopped, verified, and nothing of it is left."""
+    made = Drill(slurm, tmp_path_factory.mktemp("drill"), model=tiny_model)
+    until(made.is_whole, 180)
+    made.goes_on()
+    yield made
+    made.stop()
+
+
+@pytest.fixture(autouse=True)
+def all_nodes(slurm: Slurm) -> Iterator[None]:
+    yield
+    slurm.script("up")
+
+
+def test_a_job_that_is_cancelled_behind_our_back_is_replaced(drill: Drill) -> None:
+    with drill.drill("scancel of a rollout job"):
+        drill.slurm.ask("scancel", drill.jobs("rollout")[0]["id"])
+
+
+def test_a_rollout_node_that_is_told_of_its_end_moves_its_trajectories(drill: Drill) -> None:
+    faults = drill.status()["accounting"]["faults"].get("platform", 0)
+    with drill.drill("USR2 to a rollout job"):
+        drill.slurm.ask("scancel", "--signal=USR2", drill.jobs("rollout")[0]["id"])
+    assert drill.status()["accounting"]["faults"].get("platform", 0) == faults, "moving is no fault"
+
+
+def test_control_that_is_told_of_its_end_hands_over(drill: Drill) -> None:
+    before = drill.jobs("control")[0]["id"], drill.jobs("rollout"), drill.status()["incarnation"]
+    with drill.drill("USR2 to control"):
+        drill.slurm.ask("scancel", "--signal=USR2", before[0])
+        until(lambda: drill.status()["incarnation"] > before[2])
+    assert drill.jobs("control")[0]["id"] != before[0]
+    assert drill.jobs("rollout") == before[1], "they carried on"
+
+
+def test_control_that_is_killed_comes_back_within_its_job(drill: Drill) -> None:
+    before = drill.jobs("control"), drill.jobs("rollout")
+    with drill.drill("kill -9 of control"):
+        for pid in pids(drill.run, "hpcrl.roles", "control"):
+            os.kill(pid, signal.SIGKILL)
+    assert (drill.jobs("control"), drill.jobs("rollout")) == before
+
+
+def test_a_learner_that_is_requeued_goes_on_at_its_next_update(drill: Drill) -> None:
+    (job,) = drill.jobs("learner")
+    with drill.drill("requeue of the learner"):
+        drill.slurm.ask("scontrol", "requeue", job["id"])
+        drill.start_now(job["id"])
+    assert drill.jobs("learner")[0]["id"] == job["id"]
+
+
+def test_a_node_that_dies_takes_nothing_with_it(drill: Drill) -> None:
+    """Of control, both sandboxes and a rank of the learner: where there is room for them all they share a node."""
+    node = drill.jobs("control")[0]["nodes"]
+    with drill.drill(f"{node} dies, with control"):
+        kill_node(drill, node)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("role", ["rollout", "learner"])
+def test_a_node_of_any_role_that_dies_takes_nothing_with_it(drill: Drill, role: str) -> None:
+    nodes = drill.slurm.ask("scontrol", "show", "hostnames", drill.jobs(role)[0]["nodes"]).split()
+    with drill.drill(f"{nodes[-1]} dies, with a {role} job", 400):
+        kill_node(drill, nodes[-1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("role", ROLES)
+def test_any_job_may_be_requeued(drill: Drill, role: str) -> None:
+    job = drill.jobs(role)[0]["id"]
+    with drill.drill(f"requeue of {role}", 400):
+        drill.slurm.ask("scontrol", "requeue", job)
+        drill.start_now(job)
+
+
+@pytest.mark.slow
+def test_rollout_jobs_give_way_to_a_higher_partition(drill: Drill) -> None:
+    with drill.drill("preemption of all rollout jobs", 400):
+        for job in drill.jobs("rollout"):
+            drill.slurm.script("preempt", job["id"])
+
+
+@pytest.mark.slow
+def test_nothing_happens_while_slurm_is_away(drill: Drill) -> None:
+    sys.path.insert(0, str(TESTBED))
+    from testbed import Testbed  # type: ignore[import-not-found]
+
+    jobs = {role: drill.jobs(role) for role in ROLES}
+    with drill.drill("slurmctld stopped for 60 s"):
+        Testbed(drill.slurm.state).kill("ctl")
+        began = time.monotonic()
+        said = drill.hpcrl("status", drill.run, timeout=100)
+        assert said.returncode == 0 and "no answer" in said.stdout, (said.stdout, said.stderr)
+        time.sleep(max(0.0, 60 - (time.monotonic() - began)))
+        drill.slurm.script("up")
+    assert {role: drill.jobs(role) for role in ROLES} == jobs
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["control", "host", "sandbox", "learner"])
+def test_a_process_that_was_stopped_for_longer_than_all_patience(drill: Drill, what: str) -> None:
+    words = {"control": ("hpcrl.roles", "control"), "host": ("hpcrl.roles", "host")}
+    found = pids(drill.run, *words.get(what, ("submitit.core._submit", f"{drill.run}/logs/submitit/{what}-0")))
+    with drill.drill(f"SIGSTOP of a {what} for {STOPPED_S:g} s", 400):
+        os.kill(found[0], signal.SIGSTOP)
+        time.sleep(STOPPED_S)
+        os.kill(found[0], signal.SIGCONT)
+
+
+@pytest.mark.slow
+def test_a_run_whose_jobs_were_all_cancelled_is_resumed(drill: Drill) -> None:
+    drill.slurm.ask("scancel", *(job["id"] for role in ROLES for job in drill.jobs(role)))
+    until(lambda: not any(drill.jobs(role) for role in ROLES))
+    with drill.drill("everything cancelled, then resumed", 400):
+        said = drill.hpcrl("resume", drill.run, "--detach")
+        assert said.returncode == 0, said.stderr
+
+
+def kill_node(drill: Drill, node: str) -> None:
+    drill.slurm.script("kill-node", node)
+    # Slurm notices by itself, after half a minute; that is not what is measured.
+    drill.slurm.ask("scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=power")
+    until(lambda: any(job["state"] == "PENDING" for role in ROLES for job in drill.jobs(role)), 60)
+    for job in [job for role in ROLES for job in drill.jobs(role) if job["state"] == "PENDING"]:
+        drill.slurm.run("scontrol", "update", f"JobId={job['id']}", "StartTime=now")
+
+
+def test_jobs_are_on_record(drill: Drill) -> None:
+    said = read_json(drill.paths.heartbeat)
+    assert said is not None and said["state"] == "running"
+    status = drill.hpcrl("status", drill.run).stdout
+    for role in ROLES:
+        (job, *_) = drill.jobs(role)
+        assert f"{role}-0: job {job['id']}, running on {job['nodes']}" in status

@@ -29,7 +29,7 @@ from typing import Any
 from distributed import Client, Scheduler, SchedulerPlugin
 
 from hpcrl import flow as f
-from hpcrl.config import Config
+from hpcrl.config import Config, check_resume, dump, with_sets
 from hpcrl.fleet import Fleet
 from hpcrl.layout import RunPaths, is_full, node_name, publish, publish_json, read_json
 from hpcrl.node import job_of
@@ -384,8 +384,11 @@ class Driver:
             if row is None:
                 return  # gone, though this node may list it for a while
             command = row.get("command")
-            if command not in ("submit", "stop", "seal"):
+            if command not in ("submit", "stop", "seal", "scale"):
                 raise ValueError(f"unknown command {command!r}")
+            if command == "scale":
+                scaled = with_sets(self._config, row["sets"])
+                check_resume(self._config, scaled)
             if command == "submit":
                 task = Task(**row["task"])
                 _check(task, self._config.environment.name)
@@ -401,6 +404,11 @@ class Driver:
             if path not in self._sealing:
                 self._sealing.add(path)
                 self._spawn(self._seal(path))
+        elif command == "scale":
+            publish(self._paths.config, dump(scaled))  # for roles that start later, and the next control
+            self._config = scaled
+            self._fleet.rescale(scaled)
+            path.unlink()
         else:
             path.unlink()
             self._handle(f.StopAsked(reason="stopped"))

@@ -41,6 +41,7 @@ class Fleet:
         self.states: dict[str, State] = {}  # by job's key, as last seen
         self.ended: set[str] = set()  # keys of jobs that surely have ended
         self.gpu_s = gpu_s  # GPU-seconds that jobs have had
+        self._leaving: list[Job] = []  # to be told that they are no longer wanted
         self._look_s = LOCAL_LOOK_S if config.launch.executor == "local" else config.launch.look_s
         self._looked = -float("inf")
         self._not_before: dict[tuple[Role, int], float] = {}
@@ -49,6 +50,18 @@ class Fleet:
     def updated(self) -> None:
         """The learner made an update: the run moves, so earlier deaths are forgiven."""
         self.deaths.clear()
+
+    def rescale(self, config: Config) -> None:
+        """From now on the jobs are those of this config: more are submitted, those that are too many leave."""
+        self._config = config
+        keys = [key for key in launch.wanted(config) if key[0] != "control"]
+        for key in keys:
+            self.wanted.setdefault(key, None)
+        for key in [key for key in self.wanted if key not in keys]:
+            job = self.wanted.pop(key)
+            if job is not None:
+                self._leaving.append(job)
+        self._looked = -float("inf")
 
     async def ensure(self) -> str | None:
         """Bring every job up. Returns why the run must stop when a role dies again and again without an update."""
@@ -64,6 +77,9 @@ class Fleet:
             return None
         if reason := self._over_budget(since_s):
             return reason
+        with contextlib.suppress(SlurmError):
+            await asyncio.to_thread(launch.send, self._leaving, signal.SIGUSR2)
+            self._leaving = []
         for (role, index), job in self.wanted.items():
             state = self.states[job.key] if job is not None else None
             if job is not None and role == "learner" and self._lost_a_rank(job):

@@ -69,6 +69,33 @@ def test_expert_needs_no_engine_and_training_does() -> None:
     assert len({row.ticket.trajectory for row in first}) == 12
 
 
+def test_a_trajectory_that_moves_costs_no_retry_and_its_host_gets_no_more() -> None:
+    flow = make(settings(retries={"platform": 0}))
+    first = starts(joined(flow, capacity=6))
+    assert len(first) == 6
+    flow.handle(f.HostJoined(host="h2", node="n2", capacity=16, held=()), 1.0)
+    for row in [row for row in first if row.host == "h"][:2]:
+        moved = ended(row.ticket, status=State.RETRYING, rewards={}, head="")
+        out = starts(flow.handle(f.AttemptEnded(ended=moved), 2.0))
+        assert [(one.ticket.trajectory, one.ticket.attempt, one.host) for one in out][:1] == [
+            (row.ticket.trajectory, 2, "h2")
+        ]
+        assert all(one.host == "h2" for one in out)
+    assert not flow.counts.faults and not flow.last_fault
+
+
+def test_a_node_that_never_comes_back_is_forgotten() -> None:
+    flow = make(settings(phase=PHASES[1:], evaluation={"tasks": 0}))
+    joined(flow)
+    flow.handle(f.Published(version=0), 0.0)
+    flow.handle(f.EngineChanged(node="n", ready=True, version=0), 0.0)
+    flow.handle(f.HostJoined(host="h2", node="n", capacity=4, held=()), 0.0)
+    flow.handle(f.HostLeft(host="h"), 1.0)
+    assert "n" in flow.nodes, "another host of it is there"
+    flow.handle(f.HostLeft(host="h2"), 1.0)
+    assert not flow.nodes
+
+
 def test_evaluation_waits_for_its_version_and_goes_first() -> None:
     flow = make()
     joined(flow, capacity=20)

@@ -388,3 +388,35 @@ async def test_a_verdict_only_records_the_end(log: LogClient, renderer: Renderer
     kinds = [row.kind for row in (await stored(tmp_path)).chain(ended.trajectory, ended.head)]
     assert kinds == [Kind.ADOPT, Kind.END]
     assert Ended.from_json(ended.to_json()) == ended
+
+
+async def test_a_loop_whose_host_leaves_ends_at_a_step_and_goes_on_elsewhere(
+    log: LogClient, renderer: Renderer, tmp_path: Path
+) -> None:
+    """At whatever step: no token that was sampled is thrown away, and the end is the undisturbed one's."""
+    undisturbed = await loop(log, renderer, ticket(trajectory="find-x.p1n1.0")).run()
+    for steps in range(3):
+        name = f"find-x.p1n2.{steps}"
+        acts = 0
+
+        def say(transcript: str) -> str:
+            nonlocal acts
+            acts += 1
+            first.leaving = acts == steps  # noqa: B023 (called within this round alone)
+            return right_way(transcript)
+
+        first = loop(log, renderer, ticket(trajectory=name), engine=ScriptedEngine(say, renderer))
+        first.leaving = steps == 0
+        moved = await first.run()
+        assert (moved.status, moved.fault, moved.num_steps) == (State.RETRYING, None, steps)
+        store = await stored(tmp_path)
+        head = store.head(name)
+        assert head is not None
+        history = history_of(store, name, head)
+        again = await loop(log, renderer, ticket(trajectory=name, attempt=2, adopt=head), history=history).run()
+        assert (again.status, again.rewards, again.num_steps, again.num_sampled) == (
+            undisturbed.status, undisturbed.rewards, undisturbed.num_steps, undisturbed.num_sampled,
+        )  # fmt: skip
+        store.refresh()
+        sampled = sum(len(row.ids) for row in store.records(name) if row.kind is Kind.ACT)
+        assert sampled == undisturbed.num_sampled, "what was sampled is all in the chain"

@@ -80,6 +80,25 @@ def test_a_node_that_dies_takes_nothing_with_it(drill: Drill) -> None:
         kill_node(drill, node)
 
 
+def test_a_pool_grows_and_shrinks_while_it_runs(drill: Drill) -> None:
+    for size, wrong in (
+        ("rollout=x", "POOL=JOBS"),
+        ("rolout=3", "one of these pools: rollout, sandbox"),
+        ("rollout=0", "0"),
+    ):
+        said = drill.hpcrl("scale", drill.run, size)
+        assert said.returncode == 2 and wrong in said.stderr
+    assert drill.hpcrl("scale", drill.run, "rollout=3").returncode == 0
+    until(lambda: [job["state"] for job in drill.jobs("rollout")] == ["RUNNING"] * 3, 120)
+    until(lambda: len(drill.status()["nodes"]) == 3, 120)
+    newest = drill.jobs("rollout")[-1]["id"]
+    with drill.drill("scaled down"):
+        assert drill.hpcrl("scale", drill.run, "rollout=2").returncode == 0
+        until(lambda: newest not in [job["id"] for job in drill.jobs("rollout")], 120)
+    said = drill.hpcrl("logs", drill.run, "rollout", "--lines", 200)
+    assert "leaving: trajectories move at their next step" in said.stdout
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("role", ["rollout", "learner"])
 def test_a_node_of_any_role_that_dies_takes_nothing_with_it(drill: Drill, role: str) -> None:

@@ -20,7 +20,7 @@ from rich.console import Console
 from hpcrl import config, launch
 from hpcrl.cli.common import AsJson, ConfigFile, RunFolder, Sets, fail
 from hpcrl.config import Config
-from hpcrl.layout import RunPaths, publish, publish_json, read_json
+from hpcrl.layout import RunPaths, publish, publish_json, read_json, read_lines
 from hpcrl.types import ConfigError
 
 WATCH_S = 0.5
@@ -122,6 +122,52 @@ def stop(run: RunFolder) -> None:
     left = end_jobs(paths)
     shutil.rmtree(paths.private(), ignore_errors=True)
     print(f"{run}: stopped" + (f" ({left} jobs had to be ended by hand)" if left else ""))
+
+
+@app.command()
+def scale(
+    run: RunFolder,
+    sizes: Annotated[list[str], typer.Argument(help="How many jobs a pool is to have.", metavar="POOL=JOBS")],
+) -> None:
+    """Change how many rollout or sandbox jobs a running run has. Those that are too many move their trajectories."""
+    paths = RunPaths.of(run)
+    settings = config.load_resolved(paths.config)
+    sets = [_sized(settings, size) for size in sizes]
+    config.with_sets(settings, sets)
+    if not launch.alive(launch.newest(paths, "control")):
+        raise ConfigError(f"{run}: is not running; `hpcrl resume {run} --set {sets[0]}` starts it with that")
+    publish_json(paths.inbox / f"scale-{time.time_ns()}.json", {"command": "scale", "sets": sets})
+    print(f"{run}: asked for {', '.join(sets)}; `hpcrl status {run}` shows the jobs")
+
+
+def _sized(settings: Config, size: str) -> str:
+    name, equals, count = size.partition("=")
+    pools = [("rollout", pool) for pool in settings.rollout] + [("sandbox", pool) for pool in settings.sandbox]
+    found = [(role, pool) for role, pool in pools if pool.name == name]
+    if not equals or not count.isdecimal() or not found:
+        names = ", ".join(pool.name for _, pool in pools)
+        raise ConfigError(f"{size}: must be POOL=JOBS, with one of these pools: {names}")
+    role, pool = found[0]
+    if pool is not getattr(settings, role)[-1]:  # jobs are numbered through a role's pools
+        raise ConfigError(f"{size}: only the last pool of a role can change while it runs; stop, and resume with --set")
+    return f"{role}.{name}.jobs={count}"
+
+
+@app.command()
+def logs(
+    run: RunFolder,
+    role: Annotated[str, typer.Argument(help="control, rollout, sandbox, learner or host; all without it.")] = "",
+    lines: Annotated[int, typer.Option("--lines", "-n", help="How many of the latest.", min=1)] = 100,
+) -> None:
+    """What a run's processes said last, in the order that they said it."""
+    paths = RunPaths.of(run)
+    rows: list[dict[str, Any]] = []
+    for path in paths.logs.glob(f"{role}*.jsonl"):
+        found, _ = read_lines(path, skip_torn=True)
+        rows += found[-lines:]
+    for row in sorted(rows, key=lambda row: float(row.get("time", 0)))[-lines:]:
+        when = time.strftime("%m-%d %H:%M:%S", time.localtime(row.get("time", 0)))
+        print(f"{when} {row.get('role')} {row.get('node')} {row.get('level')}: {row.get('message')}")
 
 
 @app.command()

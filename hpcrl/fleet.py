@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from hpcrl import launch
 from hpcrl.config import Config, seconds_of
 from hpcrl.launch import Job, Role, SlurmError, State, local, newest, record, submit_async
-from hpcrl.layout import RunPaths
+from hpcrl.layout import RunPaths, publish_json
 from hpcrl.types import HpcrlError
 
 logger = logging.getLogger(__name__)
@@ -24,6 +24,7 @@ LOCAL_LOOK_S = 0.1
 # Ends that speak against a job; others, such as the end of its time, are nobody's fault where it has lived for a while.
 FAILED = frozenset({"GONE", "FAILED", "OUT_OF_MEMORY", "BOOT_FAIL"})
 SHORT_S = 60.0
+EXCLUDE_AFTER = 3
 
 
 class Fleet:
@@ -36,6 +37,8 @@ class Fleet:
         }
         self.deaths: Counter[tuple[Role, int]] = Counter()  # since the last update
         self.restarts: Counter[Role] = Counter()  # in all
+        self._failures: Counter[str] = Counter()  # of jobs, by node
+        paths.excluded.unlink(missing_ok=True)
         self.done: set[Role] = set()  # roles whose work is over: not replaced
         self._jobs = [job for job in launch.jobs(paths) if job.role != "control"]  # all that may still live
         self.states: dict[str, State] = {}  # by job's key, as last seen
@@ -132,13 +135,24 @@ class Fleet:
         """Account for a job that ended though its work isn't over. Returns why the run must stop."""
         role, index, state = job.role, job.index, self.states[job.key]
         self.restarts[role] += 1
-        self.deaths[role, index] += state.name in FAILED or time.time() - job.wall < SHORT_S
+        fails = state.name in FAILED or time.time() - job.wall < SHORT_S
+        self.deaths[role, index] += fails
+        if fails or state.name == "NODE_FAIL":
+            self._exclude(state.node)
         record(self._paths, "ended", role=role, index=index, id=job.id, wall=time.time(), why=state.name)
         logger.warning("job %s of %s-%d ended (%s); starting another", job.id, role, index, state.name)
         if self.deaths[role, index] <= self._config.launch.restarts:
             return None
         log = self._paths.submitit / f"{role}-{index}"
         return f"{role}-{index} died {self.deaths[role, index]} times without an update in between: see {log}"
+
+    def _exclude(self, node: str) -> None:
+        """A node on which jobs fail again and again gets no more of this run's, until it is stopped and resumed."""
+        self._failures[node] += 1
+        if self._failures[node] == EXCLUDE_AFTER and node and "[" not in node and "," not in node:
+            bad = sorted(name for name, count in self._failures.items() if count >= EXCLUDE_AFTER)
+            publish_json(self._paths.excluded, {"nodes": bad})
+            logger.warning("%d jobs failed on node %s: no more are submitted to it", EXCLUDE_AFTER, node)
 
     async def _look(self, jobs: Sequence[Job]) -> None:
         found = await asyncio.to_thread(launch.look, jobs) if jobs else {}

@@ -54,6 +54,7 @@ class RunPaths:
     heartbeat = _Under("control", "status.json")  # what control last knew of the run, rewritten every few seconds
     tls = _Under("control", "tls")
     inbox = _Under("control", "inbox")
+    excluded = _Under("control", "excluded.json")  # nodes on which jobs failed again and again
     stopped = _Under("control", "stopped.json")  # written by control when the run came to rest: its outcome
     reserve = _Under("control", "reserve")  # space kept aside; given back when the disk is full, to write the end down
     log = _Under("log")

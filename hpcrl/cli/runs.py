@@ -437,6 +437,8 @@ def job_line(job: dict[str, Any]) -> str:
     words = [f"{job['role']}-{job['index']}: job {job['id']}, {job['name'].lower()}"]
     if job["node"] and job["executor"] != "local":
         words.append(f"on {job['node']}")
+    if job["name"] == "PENDING":
+        words.append(f"for {(time.time() - job['wall']) / 60:.0f} min")
     if job["reason"]:
         words.append(f"({job['reason']})")
     if job["left_s"] is not None:

@@ -18,7 +18,7 @@ from typing import Any
 
 from hpcrl.config import Config, seconds_of
 from hpcrl.launch.jobs import GONE, Job, Role, State
-from hpcrl.layout import RunPaths
+from hpcrl.layout import RunPaths, read_json
 from hpcrl.types import HpcrlError
 
 logger = logging.getLogger(__name__)
@@ -177,6 +177,7 @@ def parameters(paths: RunPaths, config: Config, role: Role, index: int) -> dict[
     """submitit's parameters of a role's job."""
     asked = config.slurm_of(role, index)
     size = _size(config, role, index)
+    excluded = (read_json(paths.excluded) or {"nodes": []})["nodes"]
     cpus = asked.cpus or size["cpus"]
     srun_args = [f"--cpus-per-task={cpus}"]  # since 22.05 srun doesn't take it from the job
     if role == "learner":
@@ -193,7 +194,7 @@ def parameters(paths: RunPaths, config: Config, role: Role, index: int) -> dict[
         more["requeue"] = True
     given = {
         "partition": asked.partition, "account": asked.account, "qos": asked.qos, "constraint": asked.constraint,
-        "exclude": asked.exclude,
+        "exclude": ",".join(name for name in (asked.exclude, *excluded) if name),
     }  # fmt: skip
     return {
         **{name: value for name, value in given.items() if value},

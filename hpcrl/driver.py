@@ -38,7 +38,7 @@ from hpcrl.restore import restore
 from hpcrl.rollout.loop import DISK
 from hpcrl.store.index import Store
 from hpcrl.store.ledger import LedgerWriter, ProgressReader, UpdateRow, lineage
-from hpcrl.store.seal import seal_dead
+from hpcrl.store.seal import seal_ended
 from hpcrl.types import Ended, Entry, EnvironmentFamily, HpcrlError, Task
 from hpcrl.workers.guest import TOPIC
 from hpcrl.workers.hosts import run_ticket
@@ -368,8 +368,8 @@ class Driver:
             for path in sorted(self._paths.inbox.glob("*.json")):
                 self._command(path)
             if self._config.launch.executor != "local":
-                alive = lambda node: job_of(node) not in self._fleet.ended  # noqa: E731
-                for path in await asyncio.to_thread(seal_dead, self._paths, alive):
+                ended = lambda node: job_of(node) in self._fleet.ended  # noqa: E731
+                for path in await asyncio.to_thread(seal_ended, self._paths, ended):
                     logger.info("%s: closed, as the job of its owner has ended", path)
             await asyncio.sleep(self._config.store.poll_s)
 

@@ -13,8 +13,9 @@ import logging
 import os
 import shutil
 import socket
+import stat
 import subprocess
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,6 +25,7 @@ from hpcrl.types import StoreError
 logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
+_IOV_MAX = 1000  # of writev(2): 1024
 _STRIPES = (("64M", 1), ("1G", 4), ("-1", 8))  # a file's bytes up to here -> OSTs
 _QUIET: Any = {"capture_output": True, "text": True, "timeout": 60, "stdin": subprocess.DEVNULL}
 
@@ -108,15 +110,20 @@ class RunPaths:
         info = self.root.stat()
         folder = Path("/tmp") / f"hpcrl-{os.getuid()}-{info.st_dev:x}-{info.st_ino:x}"
         folder.mkdir(mode=0o700, exist_ok=True)
-        owner = folder.stat()
-        if owner.st_uid != os.getuid() or owner.st_mode & 0o077:
-            raise StoreError(f"{folder}: must belong to this user with mode 0700; remove it")
+        check_private(folder)
         return folder
 
     def scratch_log(self, local_dir: str) -> Path:
         """A folder on this node's disk for a log of `store.durability = "local"`; it outlives the run's end there."""
         info = self.root.stat()
         return Path(local_dir) / f"hpcrl-{os.getuid()}-{info.st_dev:x}-{info.st_ino:x}-log"
+
+
+def check_private(folder: Path) -> None:
+    """Raises StoreError where a folder isn't this user's, or others may enter it: its name can be guessed."""
+    info = folder.lstat()
+    if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.getuid() or info.st_mode & 0o077:
+        raise StoreError(f"{folder}: must be a folder of this user's with mode 0700; remove it")
 
 
 def node_name() -> str:
@@ -228,6 +235,23 @@ def sync_file(path: Path) -> None:
         os.fdatasync(file.fileno())
 
 
+def write_at(fd: int, offset: int, pieces: Sequence[bytes | memoryview]) -> None:
+    """Write pieces (views of bytes, so that their len says how many), one behind the other, from byte `offset` on."""
+    for start in range(0, len(pieces), _IOV_MAX):
+        batch = pieces[start : start + _IOV_MAX]
+        left = sum(map(len, batch))
+        while left:
+            written = os.pwritev(fd, batch, offset)
+            offset += written
+            left -= written
+            if left:
+                done = 0
+                while written >= len(batch[done]):
+                    written -= len(batch[done])
+                    done += 1
+                batch = [memoryview(batch[done])[written:], *batch[done + 1 :]]
+
+
 @contextlib.contextmanager
 def publishing(path: Path) -> Iterator[Path]:
     """Yield a temporary path beside `path`; on success make it durable and rename it into place."""
@@ -274,6 +298,11 @@ def read_json(path: Path) -> dict[str, Any] | None:
 def is_full(error: BaseException) -> bool:
     """Whether an error says that the disk or the quota is used up."""
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
+def is_unreadable(error: BaseException) -> bool:
+    """Whether an error says that the disk can't read what is there."""
+    return isinstance(error, OSError) and error.errno == errno.EIO
 
 
 def next_incarnation(folder: Path, suffix: str = ".jsonl") -> tuple[int, Path]:

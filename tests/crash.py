@@ -197,7 +197,7 @@ def one_round(kind: str, seed: int, restarts: int, scratch: Path, totals: Totals
             for _ in range(flips):
                 problems += flip(paths, chance, totals)
         with Store(paths) as store:
-            totals.orphans += sum(info.num_orphans for info in store.trajectories())
+            totals.orphans += sum(info.num_orphans for name in store.names() if (info := store.info(name)))
     finally:
         if disk is not None:
             disk.close()

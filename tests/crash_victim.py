@@ -161,8 +161,8 @@ class _Victim:
                     store.record(info.trajectory, info.head),
                     store.unsettled(info.trajectory, info.head),
                 )
-                for info in store.trajectories()
-                if info.status == "open"
+                for info in map(store.info, store.names())
+                if info is not None and info.status == "open"
             ]
 
     async def _host(self, writer: _Writer, left: list[_Unfinished]) -> None:

@@ -213,7 +213,8 @@ def _write(io_: Io, real: Any) -> Any:
         if io_.meets("write", fd):
             whole = memoryview(b"".join(data) if isinstance(data, list | tuple) else data)
             half = whole[: (len(whole) + 1) // 2]
-            done = io_.act(fd, short=lambda: real(fd, half, *place) if place else io_._real["write"](fd, half))
+            short = io_._real["pwrite" if place else "write"]
+            done = io_.act(fd, short=lambda: short(fd, half, *place))
             if done >= 0:
                 return done
         return int(real(fd, data, *place))
@@ -260,6 +261,7 @@ _WRAPPED: Mapping[str, Callable[[Io, Any], Any]] = {
     "write": _write,
     "writev": _write,
     "pwrite": _write,
+    "pwritev": _write,
     "fsync": _sync,
     "fdatasync": _sync,
     "close": _close,

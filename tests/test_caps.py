@@ -25,9 +25,9 @@ from hpcrl.rollout.scripted import ScriptedEngine
 from hpcrl.store.compact import compact
 from hpcrl.store.index import Store
 from hpcrl.store.link import LogClient
-from hpcrl.store.records import Kind, missing
+from hpcrl.store.records import Kind
 from hpcrl.store.segment import CLOSED, OPEN, read_segment, segments
-from hpcrl.store.verify import verify
+from hpcrl.store.verify import missing, verify
 from hpcrl.types import (
     Cause,
     ConfigError,

@@ -19,7 +19,8 @@ from hpcrl.rollout.render import Renderer
 from hpcrl.rollout.scripted import ScriptedEngine
 from hpcrl.store.index import Store
 from hpcrl.store.link import LogClient
-from hpcrl.store.records import Kind, Record, missing
+from hpcrl.store.records import Kind, Record
+from hpcrl.store.verify import missing
 from hpcrl.types import (
     Cause,
     Ended,

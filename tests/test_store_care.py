@@ -119,6 +119,33 @@ def test_seal_closes_what_dead_owners_left_and_refuses_the_others(tmp_path: Path
     assert hpcrl("store", "seal", paths.root).stdout == "nothing was open\n"
 
 
+async def test_a_run_that_runs_closes_what_lies_on_its_nodes_own_disks(tmp_path: Path) -> None:
+    """There they are not listed as open, and neither is what was closed before to be told of."""
+    paths = run_folder(tmp_path / "run")
+    me = ProcessId.me()
+    row = {"event": "submitted", "role": "control", "index": 0, "id": str(me.pid), "wall": 1.0}
+    paths.jobs.write_text(json.dumps({**row, "start": me.start, "boot": me.boot}) + "\n")
+    log = open_log(paths, scratch=tmp_path / "scratch")
+
+    async def asked() -> str:
+        """What the command says, while this process does as control: its nodes seal, then the command's file goes."""
+        command = asyncio.create_task(run(sys.executable, "-m", "hpcrl.cli", "store", "seal", paths.root))
+        while not command.done():
+            for path in paths.inbox.glob("seal-*.json"):
+                await log.seal()
+                path.unlink()
+            await asyncio.sleep(0.02)
+        assert (await command).returncode == 0, (await command).stderr
+        return (await command).stdout
+
+    for number in (1, 2):
+        await log.append([record.frame() for record in trajectory(f"t{number}")])
+        assert not segments(paths.log, OPEN)
+        assert await asked() == f"closed {paths.log}/n1-{number}.seg\n"
+    assert await asked() == "nothing was open\n"
+    await log.close()
+
+
 # ---- compact
 
 

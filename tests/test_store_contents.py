@@ -4,6 +4,7 @@ them."""
 from __future__ import annotations
 
 import base64
+import dataclasses
 import json
 from hashlib import sha256
 from pathlib import Path
@@ -70,7 +71,7 @@ async def test_a_content_is_stored_once_per_host_and_once_per_shard(tmp_path: Pa
 def test_a_content_comes_back_from_its_bytes(tmp_path: Path) -> None:
     for data in (b"", b"\n", "\ud800€".encode("utf-8", "surrogatepass"), WHOLE):
         record = content(data)
-        again = Record.decode(record.encode(), record.hash)
+        again = Record.decode(record.payload, record.hash)
         assert again == record and again.data == data and again.true_hash == sha256(data).hexdigest()[:32]
     for meta in ({}, {"data": 3}, {"data": "é"}, {"data": "abc"}):
         with pytest.raises(StoreError, match="not a record"):
@@ -199,6 +200,30 @@ async def test_export_shows_where_a_context_begins(tmp_path: Path) -> None:
     assert [step["prompt_ids"] for step in row["steps"]] == [[1, 2, 3], None, [7, 8, 9]]
     with Store(paths) as store:
         assert store.trajectory("t").ids.tolist() == [7, 8, 9, 12, 20]
+
+
+async def test_show_names_all_that_content_can_be_given(tmp_path: Path, tiny_model: Path) -> None:
+    paths = run_folder(tmp_path)
+    paths.model.symlink_to(tiny_model)
+    records = trajectory("t", whole=WHOLE)
+    names = {name: sha256(name.encode()).hexdigest() for name in ("picture", "cut", "context", "message")}
+    for at, meta in (
+        (3, {"contents": [names["message"]]}),
+        (4, {
+            "parts": [{"role": "tool", "type": "image", "text": "", "media": names["picture"]},
+                      {"role": "user", "type": "text", "text": "", "content": names["cut"]}],
+            "contents": [names["context"]],
+        }),
+    ):  # fmt: skip
+        record = records[at]
+        records[at] = dataclasses.replace(record, meta={**record.meta, **meta})
+        records[at + 1] = dataclasses.replace(records[at + 1], parent=records[at].hash)
+    await write(paths, *records[:5])
+    shown = CliRunner().invoke(app, ["show", str(paths.root), "t"])
+    assert shown.exit_code == 0, shown.output
+    assert {name: shown.stdout.count(name) for name in (*names.values(), NAME)} == dict.fromkeys(
+        (*names.values(), NAME), 1
+    )
 
 
 async def test_the_command_writes_the_bytes(tmp_path: Path) -> None:

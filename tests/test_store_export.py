@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 from pyarrow import parquet
 from store_parts import act, adopt, end, observe, open_log, run_folder, trajectory
+from typer.testing import CliRunner
 
+from hpcrl.cli.store import app
 from hpcrl.layout import RunPaths
 from hpcrl.store.compact import compact, shards
 from hpcrl.store.export import Format, export
@@ -121,6 +123,19 @@ async def test_types_do_not_depend_on_what_is_there(tmp_path: Path) -> None:
     assert schemas[0] == schemas[1]
     assert str(schemas[0][1].field("tools").type) == "string"
     assert str(schemas[0][1].field("logprobs").type) == "list<element: float>"
+
+
+async def test_a_damaged_file_is_named_and_what_is_intact_of_it_exported(tmp_path: Path) -> None:
+    paths = run_folder(tmp_path / "run")
+    await store(paths)
+    (path,) = segments(paths.log, CLOSED)
+    data = bytearray(path.read_bytes())
+    data[data.index(b'"source":"judge"') + 12] ^= 1  # in the late REWARD
+    path.write_bytes(data)
+    command = CliRunner().invoke(app, ["export", str(paths.root), "--to", str(tmp_path / "out"), "--json"])
+    done = json.loads(command.stdout)
+    assert command.exit_code == 1 and (done["trajectories"], done["steps"], done["left_out"]) == (2, 3, [])
+    assert len(done["damaged"]) == 1 and path.name in done["damaged"][0]
 
 
 async def test_what_can_not_be_read_is_named_and_left_out(tmp_path: Path) -> None:

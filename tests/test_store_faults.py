@@ -27,7 +27,7 @@ from hpcrl.store.index import Store
 from hpcrl.store.ledger import LedgerWriter, ProgressWriter, UpdateRow, entries, lineage
 from hpcrl.store.log import Log
 from hpcrl.store.records import Record
-from hpcrl.store.seal import seal_dead
+from hpcrl.store.seal import seal
 from hpcrl.store.segment import CLOSED, OPEN, Header, read_segment, segments
 from hpcrl.store.shard import Shard
 from hpcrl.store.verify import verify
@@ -156,7 +156,7 @@ class Closing(Trial):
         await self.log.close()
 
     async def again(self) -> None:
-        seal_dead(self.paths, alive=lambda node: False)
+        seal(self.paths, gone=["n1"])
         assert not segments(self.paths.log, OPEN)
         await self.write("z")
 

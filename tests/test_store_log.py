@@ -20,8 +20,10 @@ from hpcrl.layout import ProcessId
 from hpcrl.store.compact import compact
 from hpcrl.store.index import Store
 from hpcrl.store.link import LogClient, LogServer
-from hpcrl.store.records import REQUIRED, Kind, Record, missing, prompt, read_frame
+from hpcrl.store.log import Log, _Segment, take_over
+from hpcrl.store.records import REQUIRED, Kind, Record, prompt, read_frame
 from hpcrl.store.segment import CLOSED, OPEN, Header, read_header, read_segment, segments
+from hpcrl.store.verify import missing
 from hpcrl.types import StoreError
 
 
@@ -42,7 +44,7 @@ def test_record_round_trip_keeps_every_bit() -> None:
     for before in (record, odd, observe(record, [9]), prompt([4, 5]), adopt("t")):
         after, size = read_frame(before.frame(), 0)
         assert (after, after.hash, size) == (before, before.hash, len(before.frame()))
-        assert after.encode() == before.encode()
+        assert after.payload == before.payload
         assert after.logprobs.tobytes() == before.logprobs.tobytes()
     assert list(observe(record, [9]).filled("versions")) == [-1]
     assert prompt([4, 5]).hash != prompt([4, 6]).hash
@@ -60,9 +62,9 @@ def test_missing_fields_are_named() -> None:
 
 def test_meta_that_is_not_json_is_refused() -> None:
     with pytest.raises(ValueError, match="JSON"):
-        Record(kind=Kind.END, meta={"x": float("nan")}).encode()
+        _ = Record(kind=Kind.END, meta={"x": float("nan")}).payload
     with pytest.raises(TypeError):
-        Record(kind=Kind.END, meta={"x": object()}).encode()
+        _ = Record(kind=Kind.END, meta={"x": object()}).payload
 
 
 async def test_group_commit_shares_syncs_and_acknowledges_after(tmp_path: Path) -> None:
@@ -209,6 +211,40 @@ async def test_a_log_on_the_nodes_disk_moves_what_is_closed(tmp_path: Path) -> N
     assert stored(paths.log) == [records[4].hash]
 
 
+async def test_a_folder_that_others_can_enter_is_no_scratch(tmp_path: Path) -> None:
+    """Its name can be guessed, and /tmp is everybody's: what somebody put there must not get into the run."""
+    paths, scratch = run_folder(tmp_path / "run"), tmp_path / "scratch"
+    scratch.mkdir(mode=0o755)
+    planted = Header("n1", 1, "u", ProcessId(1, 1, "no boot")).encode() + b"".join(r.frame() for r in trajectory("t"))
+    (scratch / "n1-1.seg").write_bytes(planted)
+    for make in (lambda: open_log(paths, scratch=scratch), lambda: take_over(scratch, "n1", paths.log)):
+        with pytest.raises(StoreError, match="scratch: must be a folder of this user's with mode 0700"):
+            make()
+    if not os.geteuid():
+        scratch.chmod(0o700)
+        os.chown(scratch, 12345, -1)
+        with pytest.raises(StoreError, match="0700"):
+            open_log(paths, scratch=scratch)
+        os.chown(scratch, 0, -1)
+    (tmp_path / "link").symlink_to(scratch)
+    with pytest.raises(StoreError, match="link: must be a folder"):
+        open_log(paths, scratch=tmp_path / "link")
+    assert not stored(paths.log)
+    scratch.chmod(0o700)
+    await open_log(paths, scratch=scratch).close()
+    assert len(stored(paths.log)) == 6
+
+
+async def test_what_a_killed_owner_had_half_moved_goes(tmp_path: Path) -> None:
+    paths = run_folder(tmp_path)
+    ours = [paths.log / name for name in (".n1-4.seg.77.tmp", ".n1-15.seg.7.tmp")]
+    others = [paths.log / name for name in (".n1-b-4.seg.77.tmp", ".n2-4.seg.77.tmp", ".n1.last.5.tmp")]
+    for path in ours + others:
+        path.write_bytes(b"half")
+    await open_log(paths).close()
+    assert [path for path in ours if path.exists()] == [] and all(path.exists() for path in others)
+
+
 async def test_what_cannot_be_moved_yet_stays_and_is_moved_later(tmp_path: Path) -> None:
     scratch = tmp_path / "scratch"
     with small_disk(tmp_path / "small", "256k") as mount:
@@ -313,6 +349,122 @@ async def test_a_short_time_without_space_only_delays(tmp_path: Path) -> None:
         assert not log.full
         await log.close()
         assert stored(paths.log) == [record.hash for record in records]
+
+
+def slow(fd: int) -> None:
+    time.sleep(0.01)
+    os.fdatasync(fd)
+
+
+async def append_until(log: Log, over: asyncio.Event, number: int) -> int:
+    """One record after the other; how many. Begun a little later than the number before: in step, they would all wait
+    for the same syncs, and nothing would come in behind."""
+    name = f"t{number}"
+    await asyncio.sleep(0.003 * number)
+    for i in itertools.count():
+        if over.is_set():
+            return i
+        await log.append([act(adopt(name), i, [i]).frame()])
+    raise AssertionError
+
+
+async def test_who_seals_need_not_wait_for_the_load_to_end(tmp_path: Path) -> None:
+    """Where syncs aren't paced, the commit thread takes in what comes while it works: there is always more."""
+    paths = run_folder(tmp_path)
+    log, over = open_log(paths, sync=slow), asyncio.Event()
+    load = [asyncio.create_task(append_until(log, over, number)) for number in range(8)]
+    for count in range(1, 6):
+        await asyncio.sleep(0.1)
+        await asyncio.wait_for(log.seal(), 3)
+        assert len(segments(paths.log, CLOSED)) >= count
+    over.set()
+    count = sum(await asyncio.gather(*load))
+    await log.close()
+    assert len(stored(paths.log)) == count > 8
+
+
+async def test_a_disk_that_fills_up_late_is_waited_for_too(tmp_path: Path) -> None:
+    """The time that it may be full counts from when it is, not from when the load began."""
+    paths = run_folder(tmp_path)
+    began, met = time.monotonic(), []
+
+    def sync(fd: int) -> None:
+        if time.monotonic() - began > 1.0 and not met:
+            met.append(fd)
+            raise OSError(errno.ENOSPC, "No space left on device")
+        slow(fd)
+
+    log, over = open_log(paths, sync=sync, full_patience_s=0.5), asyncio.Event()
+    load = [asyncio.create_task(append_until(log, over, number)) for number in range(8)]
+    await asyncio.sleep(2.5)
+    over.set()
+    count = sum(await asyncio.gather(*load))  # and none was refused
+    await log.close()
+    assert met and log.failures == 0 and len(stored(paths.log)) == count
+
+
+async def test_who_is_cancelled_while_closing_leaves_nobody_waiting(tmp_path: Path) -> None:
+    paths = run_folder(tmp_path)
+
+    def sync(fd: int) -> None:
+        time.sleep(0.3)
+        os.fdatasync(fd)
+
+    log = open_log(paths, sync=sync)
+    waits = [log.submit([adopt("t").frame()])]
+    closing = asyncio.create_task(log.close())
+    await asyncio.sleep(0.1)
+    closing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await closing
+    (((number, offset),),) = await asyncio.wait_for(asyncio.gather(*waits), 5)
+    await log.close()
+    (path,) = segments(paths.log, CLOSED)
+    assert number == 1 and [(at, record.hash) for at, record in read_segment(path)] == [(offset, adopt("t").hash)]
+    assert not segments(paths.log, OPEN)
+
+
+async def test_what_is_no_error_of_the_disk_ends_the_log_in_order_too(tmp_path: Path) -> None:
+    paths = run_folder(tmp_path)
+    errors = [ValueError("a mistake in the log")]
+
+    def sync(fd: int) -> None:
+        if log.num_syncs and errors:
+            raise errors.pop()
+        os.fdatasync(fd)
+
+    log = open_log(paths, sync=sync)
+    await log.append([adopt("t").frame()])
+    with pytest.raises(OSError, match="a mistake"):
+        await log.append([act(adopt("t"), 0, [1]).frame()])
+    with pytest.raises(ValueError, match="a mistake"):
+        await log.close()
+    assert stored(paths.log) == [adopt("t").hash] and not segments(paths.log, OPEN)
+    with pytest.raises(RuntimeError, match="shutdown"):
+        log._thread.submit(int)
+
+
+async def test_the_segment_may_be_closed_between_two_looks_at_it(tmp_path: Path) -> None:
+    class Closing(Log):
+        """The commit thread is as quick as it can be."""
+
+        @property
+        def _segment(self) -> _Segment | None:  # type: ignore[override]
+            found, self._held = self._held, None
+            return found
+
+        @_segment.setter
+        def _segment(self, segment: _Segment | None) -> None:
+            self._held = segment
+
+    paths = run_folder(tmp_path)
+    log = Closing(paths.log, "n1", segment_bytes=1, segment_age_s=60.0, commit_interval_s=0.0)
+    segment = _Segment(paths.log, "n1", paths.log, time.monotonic(), None)
+    log._held = segment
+    assert not log._is_due()
+    segment.end, log._held = 1, segment
+    assert log._is_due()
+    segment.drop()
 
 
 async def test_five_hundred_appenders_over_a_real_socket(tmp_path: Path) -> None:

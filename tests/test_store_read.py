@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import random
@@ -13,19 +14,21 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
-from store_parts import act, adopt, end, observe, open_log, run_folder, trajectory
+from store_parts import TASK, act, adopt, end, observe, open_log, run_folder, trajectory
 
 from hpcrl.layout import ProcessId, RunPaths
 from hpcrl.store import compact as compaction
 from hpcrl.store.compact import compact, shards
 from hpcrl.store.index import Store
 from hpcrl.store.ledger import LedgerWriter, ProgressWriter, UpdateRow
-from hpcrl.store.records import REQUIRED, REQUIRED_WITHIN, Kind, Record, prompt
-from hpcrl.store.seal import seal_dead, seal_dead_here
+from hpcrl.store.pack import Packer
+from hpcrl.store.records import FRAME, LENGTH, REQUIRED, REQUIRED_WITHIN, Kind, Record, checksum, prompt, split
+from hpcrl.store.rows import Row
+from hpcrl.store.seal import seal, seal_dead_here
 from hpcrl.store.segment import CLOSED, OPEN, Header, segments
 from hpcrl.store.shard import Shard
 from hpcrl.store.verify import verify
-from hpcrl.types import Entry, StoreError
+from hpcrl.types import Entry, StoreError, Task
 
 
 async def write(paths: RunPaths, records: list[Record], node: str = "n1", segment_bytes: int = 1 << 20) -> None:
@@ -174,10 +177,12 @@ async def test_the_store_reads_chains(tmp_path: Path, where: str) -> None:
         assert sequence.versions.tolist() == [-1, -1, -1, 4, 4, -1, 6]
         assert np.allclose(sequence.logprobs, [0, 0, 0, -0.1, -0.2, 0, -0.1]) and sequence.reward == 0.5
         assert store.sequence("t", turn1.hash, 0).ids.tolist() == [1, 2, 3, 10, 11, 12, 13, 14, 15]
-        (info,) = store.trajectories()
+        (name,) = store.names()
+        info = store.info(name)
+        assert info is not None
         assert (info.status, info.attempt, info.num_steps, info.num_sampled) == ("COMPLETED", 2, 2, 3)
         assert (info.num_orphans, info.rewards, info.group, info.phase) == (2, {"outcome": 0.5}, "g", "rl")
-        assert info.task.startswith("find-") and info.task == store.task("t").id
+        assert info.task.startswith("find-") and info.task == Task(**TASK).id
         assert len(store.records("t")) == 8
         receipts = store.receipts("t")
         assert [receipt.kind for receipt in receipts] == ["ADOPT", "ACT", "OBSERVE", "ADOPT", "ACT", "END"]
@@ -232,7 +237,8 @@ async def test_an_append_that_failed_and_its_successor(tmp_path: Path) -> None:
     await write(paths, [start, first, kept, tail, refused])
     with Store(paths) as store:
         assert store.head("t") == tail.hash
-        assert next(store.trajectories()).num_orphans == 1
+        info = store.info("t")
+        assert info is not None and info.num_orphans == 1
 
 
 @pytest.mark.parametrize("lost", ["PROMPT", "ADOPT", "ACT", "OBSERVE"])
@@ -335,6 +341,83 @@ async def test_a_damaged_segment_stays_and_the_rest_is_compacted(tmp_path: Path)
     assert verify(paths).damaged >= 1 and not verify(paths).ok
 
 
+ODD_HEADERS = {
+    "no JSON": b'{"arrays":{}',
+    "no object": b"[]",
+    "no meta": b'{"arrays":{},"attempt":1,"kind":2,"meta":[],"parent":"","step":1,"trajectory":"a"}',
+    "no number": b'{"arrays":{},"attempt":"1","kind":2,"meta":{"root":5},"parent":"","step":1,"trajectory":"a"}',
+    "no name": b'{"arrays":{},"attempt":1,"kind":2,"meta":{"root":5},"parent":"","step":1,"trajectory":[]}',
+    "no text": b'{"arrays":{},"attempt":1,"kind":2,"meta":{"x":"\xff"},"parent":"","step":1,"trajectory":"a"}',
+    "too large": b'{"arrays":{},"attempt":99999999999,"kind":2,"meta":{},"parent":"","step":1,"trajectory":"a"}',
+    "a wall too large": b'{"arrays":{},"attempt":1,"kind":2,"meta":{"wall":1%b},"parent":"","step":1,"trajectory":"a"}'
+    % (b"0" * 400),
+    "another kind": b'{"arrays":{},"attempt":1,"kind":3,"meta":{},"parent":"","step":1,"trajectory":"a"}',
+}
+
+
+@pytest.mark.parametrize("odd", [*ODD_HEADERS, "an unknown kind", "no length"])
+async def test_what_is_under_a_right_checksum_and_no_record_holds_nothing_else_up(tmp_path: Path, odd: str) -> None:
+    paths = run_folder(tmp_path)
+    kind = 77 if odd == "an unknown kind" else 2
+    text = ODD_HEADERS.get(odd, ODD_HEADERS["another kind"].replace(b'"kind":3', b'"kind":77'))
+    payload = b"ab" if odd == "no length" else LENGTH.pack(len(text)) + text
+    digest = bytes(16)
+    frame = FRAME.pack(len(payload), kind, checksum(kind, digest, payload), digest) + payload
+    log = open_log(paths)
+    await log.append([adopt("a").frame(), frame])
+    await log.close()
+    await write(paths, trajectory("b"))
+    report = compact(paths)
+    assert (report.damaged, report.shards, report.records) == ((str(segments(paths.log, CLOSED)[0]),), 1, 6)
+    with Store(paths) as store:
+        assert store.complete("b", trajectory("b")[-1].hash)
+
+
+def test_a_row_says_the_same_of_a_record_in_a_segment_and_in_a_shard() -> None:
+    """Whichever of its columns are there."""
+    full = act(adopt("t"), 0, [5, 6, 7])
+    mixed = dataclasses.replace(full, versions=np.array([9, 3, 4], np.int32), sampled=np.array([False, True, True]))
+    empty = np.empty(0, np.int32)
+    for record, expected in (
+        (full, (4, 4, 3)),
+        (mixed, (3, 4, 2)),
+        (dataclasses.replace(full, versions=empty), (-1, -1, 3)),
+        (dataclasses.replace(mixed, versions=empty), (-1, -1, 2)),
+        (dataclasses.replace(full, sampled=np.empty(0, np.bool_)), (-1, -1, 0)),
+        (dataclasses.replace(full, sampled=np.zeros(3, np.bool_)), (-1, -1, 0)),
+        (adopt("t"), (-1, -1, 0)),
+    ):
+        row = Row.of(record, node="n", segment=1, offset=0, file="f")
+        packer = Packer()
+        packer.add(0, 0, bytes.fromhex(record.hash), split(record.kind, record.payload))
+        step = packer.steps(packer.tables(["n"])["trajectories"])[0]
+        assert (row.min_version, row.max_version, row.num_sampled) == expected
+        assert (step["min_version"], step["max_version"], step["num_sampled"]) == expected
+
+
+async def test_nothing_is_asked_of_the_disk_where_there_is_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A length of 0 would mean: all of the file from there on."""
+    paths = run_folder(tmp_path)
+    records = trajectory("t")
+    await write(paths, records)
+    compact(paths)
+    (path,) = shards(paths)
+    with Shard(path) as shard:
+        asked: list[int] = []
+        real = os.posix_fadvise
+        monkeypatch.setattr(
+            os, "posix_fadvise", lambda fd, at, size, how: (asked.append(size), real(fd, at, size, how))
+        )
+        observed = next(row for row in shard.rows(shard.ids.index("t")) if row.kind is Kind.OBSERVE)
+        step = shard._one(observed.at)
+        shard.ahead(step)
+        assert asked == [4], "its one token; it has no logprobs"
+        assert shard.record(observed.at) == records[3]
+        assert shard.tokens(step)["versions"].tolist() == [-1]
+
+
 def test_open_segments_of_the_dead_are_closed(tmp_path: Path) -> None:
     paths = run_folder(tmp_path)
     records = trajectory("t")
@@ -343,8 +426,11 @@ def test_open_segments_of_the_dead_are_closed(tmp_path: Path) -> None:
     for node, owner in (("n1", ProcessId(me.pid, 1, me.boot)), ("n2", me), ("n-3", ProcessId(1, 1, "elsewhere"))):
         (paths.log / f"{node}-1{OPEN}").write_bytes(Header(node, 1, node, owner).encode() + frames + b"torn")
     assert [path.name for path in seal_dead_here(paths)] == ["n1-1.seg"]
-    assert [path.name for path in seal_dead(paths, alive=lambda node: node != "n-3")] == ["n-3-1.seg"]
-    assert [path.name for path in segments(paths.log, OPEN)] == ["n2-1.open"]
+    with pytest.raises(StoreError, match="n2, lives"):
+        seal(paths, gone=["n-3"])
+    assert [path.name for path in segments(paths.log, OPEN)] == ["n-3-1.open", "n2-1.open"]
+    segments(paths.log, OPEN)[1].unlink()
+    assert [path.name for path in seal(paths, gone=["n-3"])] == ["n-3-1.seg"]
     assert compact(paths).records == len(records)
 
 

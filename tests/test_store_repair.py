@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import errno
 import json
+import os
 import random
+import resource
 import shutil
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,9 +19,10 @@ from store_parts import killed_everywhere, open_log, run_folder, trajectory
 
 from hpcrl.layout import ProcessId, RunPaths
 from hpcrl.store.compact import compact, shards
+from hpcrl.store.compact import main as compact_main
 from hpcrl.store.index import Store
 from hpcrl.store.records import Kind, Record
-from hpcrl.store.repair import repair
+from hpcrl.store.repair import _check_shard, _damage, repair
 from hpcrl.store.seal import seal
 from hpcrl.store.segment import CLOSED, OPEN, Header, segments
 from hpcrl.store.shard import Shard
@@ -158,22 +165,118 @@ async def test_what_another_file_has_is_not_lost_and_not_written_twice(tmp_path:
     assert [found.name for found in shards(paths)] == ["000002.h5"], "a number doesn't come back"
 
 
-async def test_an_open_segment_of_a_dead_owner(tmp_path: Path) -> None:
-    paths = run_folder(tmp_path)
+def left_open(paths: RunPaths, records: list[Record], at: int | None = None) -> Path:
+    """A dead owner's open segment with a torn tail; `at`: the byte that is flipped, counted from the second frame (from
+    the file's start where it is negative)."""
     me = ProcessId.me()
-    records = trajectory("t")
     frames = [record.frame() for record in records]
     head = Header("n1", 1, "u", ProcessId(me.pid, 1, me.boot)).encode()
     path = paths.log / f"n1-1{OPEN}"
     path.write_bytes(head + b"".join(frames) + b"torn")
-    assert repair(paths) == []  # a torn tail is no damage
-    flip(path, len(head) + len(frames[0]) + 60)
-    with pytest.raises(StoreError, match="store repair"):
-        seal(paths)  # would cut off all that lies behind
+    if at is not None:
+        flip(path, -at if at < 0 else len(head) + len(frames[0]) + at)
+    return path
+
+
+CLOSERS: dict[str, Callable[[RunPaths], object]] = {
+    "the node's next owner": open_log,
+    "control's compaction": lambda paths: compact_main(str(paths.root)),
+    "store seal": seal,
+    "store seal --gone": lambda paths: seal(paths, ["n1"]),
+    "store repair": lambda paths: None,
+}
+
+
+@pytest.mark.parametrize("closer", CLOSERS)
+async def test_an_open_segment_of_a_dead_owner_is_cut_where_nothing_whole_lies_behind(
+    tmp_path: Path, closer: str
+) -> None:
+    whole = run_folder(tmp_path / "whole")
+    records = trajectory("t")
+    left_open(whole, records)
+    CLOSERS[closer](whole)
+    assert repair(whole) == []  # a torn tail is no damage
+    assert set(held(whole)) == {record.hash for record in records} and not segments(whole.log, OPEN)
+    for at in (60, 0, 5):  # in a frame's payload, in its length, in its checksum
+        paths = run_folder(tmp_path / f"damaged-{at}")
+        left_open(paths, records, at)
+        CLOSERS[closer](paths)
+        (done,) = repair(paths)
+        lost = records[1:2] if at == 60 else []
+        assert [(one.kind, one.trajectory, one.hash) for one in done.lost] == [
+            (record.kind.name, "t", record.hash) for record in lost
+        ]
+        assert set(held(paths)) == {record.hash for record in records if record not in lost}
+        assert not segments(paths.log, OPEN) and repair(paths) == []
+
+
+@pytest.mark.parametrize("at", [-20, -3], ids=["JSON", "magic"])
+@pytest.mark.parametrize("closer", CLOSERS)
+async def test_no_record_goes_with_a_damaged_header(tmp_path: Path, closer: str, at: int) -> None:
+    """Who owns the file can't be known: its node's next owner closes it, or who says that the last one has ended."""
+    paths = run_folder(tmp_path)
+    records = trajectory("t")
+    path = left_open(paths, records, at)
+    if closer == "store seal":
+        with pytest.raises(StoreError, match=r"header is damaged.*--gone n1"):
+            seal(paths)
+    else:
+        CLOSERS[closer](paths)
+    if closer not in ("the node's next owner", "store seal --gone"):
+        (left,) = repair(paths)
+        assert left.file == str(path) and "--gone n1" in left.damage and not left.moved_to and path.exists()
+        seal(paths, ["n1"])
+    assert [path.name for path in segments(paths.log, CLOSED)] == ["n1-1.seg"] and not segments(paths.log, OPEN)
+    with Store(paths) as store:
+        assert "n1-1.seg" in store.damaged and store.complete("t", records[-1].hash)
     (done,) = repair(paths)
-    assert [(lost.kind, lost.trajectory, lost.hash) for lost in done.lost] == [("ADOPT", "t", records[1].hash)]
-    assert set(held(paths)) == {record.hash for record in (records[0], *records[2:])}
-    assert not segments(paths.log, OPEN)
+    assert done.rescued == len(records) and done.lost == ()
+    assert set(held(paths)) == {record.hash for record in records} and verify(paths, deep=True).ok
+
+
+async def test_what_the_disk_can_not_read_is_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = run_folder(tmp_path)
+    records, path = await one_file(paths, "shard", "a", "b")
+    assert verify(paths, deep=True).ok
+    with Shard(path) as shard:
+        bad = shard.directory["datasets"]["tokens/logprobs"][0]
+    inode, pread = path.stat().st_ino, os.pread
+
+    def with_a_bad_block(fd: int, size: int, offset: int) -> bytes:
+        if os.fstat(fd).st_ino == inode and offset <= bad < offset + size:
+            raise OSError(errno.EIO, "Input/output error")
+        return pread(fd, size, offset)
+
+    monkeypatch.setattr(os, "pread", with_a_bad_block)
+    report = verify(paths, deep=True)
+    assert report.damaged > 0 and "Input/output error" in report.problems[0]
+    (done,) = repair(paths)
+    assert "Input/output error" in done.damage and Path(done.moved_to).exists()
+    assert set(held(paths)) == set(records), "what could be read after all"
+
+
+def test_more_shards_than_may_be_open(tmp_path: Path) -> None:
+    paths = run_folder(tmp_path)
+    _, path = asyncio.run(one_file(paths, "shard", "a"))
+    for number in range(2, 60):
+        shutil.copy(path, paths.shards / f"{number:06d}.h5")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.ExitStack() as held:
+        held.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (200, hard))
+        files = []
+        with contextlib.suppress(OSError):
+            while True:
+                files.append(held.enter_context(path.open("rb")))
+        for file in files[-20:]:
+            file.close()
+        assert repair(paths) == []
+        with contextlib.suppress(OSError):
+            while True:
+                held.enter_context(path.open("rb"))
+        with pytest.raises(OSError, match="Too many open files"):
+            _damage(path, _check_shard)
+    assert len(shards(paths)) == 59 and not paths.damaged_shards.exists()
 
 
 async def test_what_can_not_be_made_out_stays(tmp_path: Path) -> None:

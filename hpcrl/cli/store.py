@@ -45,8 +45,7 @@ def show(run: RunFolder, trajectory: Annotated[str, typer.Argument()]) -> None:
     """Every record of one trajectory, as text."""
     from hpcrl.rollout.render import Renderer
     from hpcrl.store.index import Store
-    from hpcrl.store.records import Kind
-    from hpcrl.types import StoreError
+    from hpcrl.store.records import Kind, named
 
     paths = RunPaths.of(run)
     with Store(paths, open_segments=True, only=trajectory) as store:
@@ -61,9 +60,9 @@ def show(run: RunFolder, trajectory: Annotated[str, typer.Argument()]) -> None:
         print(f"{record.kind.name:10} attempt {record.attempt} step {record.step} {record.hash}")
         if len(record.ids):
             print(f"           {renderer.transcript(record.ids)!r}")
-        for part in record.meta.get("parts", ()):
-            if part.get("media"):
-                print(f"           {part['type']}: {part['media']}")
+        shown = {result.get("content") for result in record.meta.get("results") or ()}
+        for name in dict.fromkeys(name for name in named(record.meta) if name not in shown):
+            print(f"           content: {name}")
         for key in ("task", "calls", "results", "state", "status", "rewards", "fault"):
             if record.meta.get(key) and (key != "state" or record.kind is Kind.TRANSITION):
                 print(f"           {key}: {json.dumps(record.meta[key])}")
@@ -71,7 +70,7 @@ def show(run: RunFolder, trajectory: Annotated[str, typer.Argument()]) -> None:
 
 @app.command("content")
 def content(run: RunFolder, hash: Annotated[str, typer.Argument(metavar="SHA256")]) -> None:
-    """Write what `show` names by a hash (`content` of a result, `media` of a part) to standard output, byte by byte."""
+    """Write what `show` names by a hash (`content`) to standard output, byte by byte."""
     from hpcrl.store.index import Store
 
     with Store(RunPaths.of(run), open_segments=True) as store:
@@ -136,12 +135,15 @@ def seal(
     paths = RunPaths.of(run)
     control = launch.newest(paths, "control")
     if launch.alive(control):
-        were_open = segments(paths.log, OPEN)
+        were_open, before = segments(paths.log, OPEN), segments(paths.log, CLOSED)
         _ask_to_seal(paths, lambda: launch.alive(control))
         left = [path for path in were_open if path in segments(paths.log, OPEN, anew=True)]
         if left:  # its node's host is being replaced, say: nobody could be asked
             raise StoreError(f"{left[0]}: is still open; try again, or see {paths.logs}")
-        closed = [path.with_suffix(CLOSED) for path in were_open]
+        # Those that lay on their nodes' own disks were not listed as open; those that were may be in a shard by now.
+        known = {*before} - {path.with_suffix(CLOSED) for path in were_open}
+        found = {*segments(paths.log, CLOSED, anew=True), *(path.with_suffix(CLOSED) for path in were_open)}
+        closed = sorted(found - known)
     else:
         closed = seal(paths, gone or ())
     print("\n".join(f"closed {path}" for path in closed) or "nothing was open")
@@ -251,7 +253,7 @@ def export(
     as_json: AsJson = False,
 ) -> None:
     """Trajectories with their steps, texts, calls, results and rewards, for other programs. Exit 1 when some can't be
-    read."""
+    read, or a file is damaged."""
     from hpcrl.rollout.render import Renderer
     from hpcrl.store.export import export
 
@@ -261,7 +263,7 @@ def export(
         print(f"hpcrl: {paths.model}: isn't there, so that tokens stay without text", file=sys.stderr)
     report = export(paths, to, format, decode)
     _print(asdict(report), as_json)
-    sys.exit(1 if report.left_out else 0)
+    sys.exit(1 if report.left_out or report.damaged else 0)
 
 
 def _print(report: Mapping[str, Any], as_json: bool) -> None:
@@ -282,4 +284,4 @@ def _print(report: Mapping[str, Any], as_json: bool) -> None:
 
 def _say_damage(damaged: Mapping[str, str]) -> None:
     for text in damaged.values():
-        print(f"hpcrl: left out: {text}", file=sys.stderr)
+        print(f"hpcrl: damaged: {text}", file=sys.stderr)

@@ -409,9 +409,9 @@ def bench_index(root: Path, scale: float) -> dict[str, Any]:
         packer = Packer()
         for frame in frames:
             kind, digest, payload, _ = raw_frame(memoryview(frame), 0)
-            head, text, arrays = split(payload)
-            head.trajectory = f"s{shard:04d}.{head.trajectory}"
-            packer.add(0, 0, kind, digest, (head, text, arrays))
+            parts = split(kind, payload)
+            parts[0].trajectory = f"s{shard:04d}.{parts[0].trajectory}"
+            packer.add(0, 0, digest, parts)
         source = {"name": f"bench-{shard}.seg", "uid": f"{shard:032x}", "node": "bench", "number": shard}
         write_shard(paths.shards / f"{shard + 1:06d}.h5", packer, [{**source, "records": len(packer)}], {})
     opens, queries, finds = [], [], []

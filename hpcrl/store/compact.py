@@ -7,8 +7,6 @@ unlinked by the next run. A number belongs to whoever made its claim (O_EXCL) an
 rename a shard over another's. Of two claims by living processes the lower wins.
 
 The one place where MPI is: batches may be dealt out to its ranks.
-
-Over 400 lines, since what makes it safe to be killed anywhere reads as one.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ from hpcrl.layout import ProcessId, RunPaths, by_name, listed, sync_folder
 from hpcrl.store.pack import Packer
 from hpcrl.store.records import Torn, split
 from hpcrl.store.seal import seal_dead_here
-from hpcrl.store.segment import CLOSED, raw_segment, read_header, segments
+from hpcrl.store.segment import CLOSED, raw_segment, read_header, segments, uid_of
 from hpcrl.store.shard import Source, sources_of, write_shard
 from hpcrl.types import ConfigError, StoreError
 
@@ -50,7 +48,7 @@ class Report:
     records: int = 0
     left_over: int = 0  # segments that were in a shard already
     damaged: tuple[str, ...] = ()  # segments that could not be read; `store verify` names the place
-    refused: str = ""  # why nothing was done: another compactor is at work
+    refused: str = ""  # why some or all of it was not done: another compactor is at work, or what it did is seen late
 
 
 class Comm(Protocol):
@@ -197,12 +195,12 @@ def _see_claim(paths: RunPaths, number: int) -> None:
 def _fresh(paths: RunPaths, sources: dict[Path, set[str]], damaged: Sequence[str]) -> tuple[list[Path], int]:
     """The segments that are in no shard and not damaged; those that are in one go: how many."""
     sources |= {path: sources_of(path) for path in shards(paths) if path not in sources}
+    known = set[str]().union(*sources.values())
     found: list[Path] = []
     left_over = 0
     for path in segments(paths.log, CLOSED):
         with contextlib.suppress(FileNotFoundError):  # another compactor's now
-            uid = _uid(path)
-            if any(uid in uids for uids in sources.values()):
+            if uid_of(path) in known:
                 path.unlink(missing_ok=True)
                 left_over += 1
             elif str(path) not in damaged:
@@ -228,14 +226,6 @@ def _compact_all(paths: RunPaths, first: int, batches: Sequence[tuple[int, Seque
 def shards(paths: RunPaths, *, anew: bool = False) -> list[Path]:
     found = [path for path in listed(paths.shards, "*.h5", anew=anew) if path.stem.isdigit()]
     return sorted(found, key=lambda path: int(path.stem))
-
-
-def _uid(path: Path) -> str:
-    """Of a closed segment; "" when its header is damaged. Raises FileNotFoundError when it is gone."""
-    try:
-        return read_header(path)[0].uid
-    except (Torn, StoreError):
-        return ""
 
 
 def _batches(fresh: Sequence[Path], shard_bytes: int) -> list[list[Path]]:
@@ -272,9 +262,9 @@ def _compact(paths: RunPaths, number: int, batch: Sequence[Path]) -> Report:
     for path in batch:
         try:
             # All of it is read before any of it is packed.
-            found = [(offset, kind, digest, split(payload)) for offset, kind, digest, payload in raw_segment(path)]
+            found = [(offset, digest, split(kind, payload)) for offset, kind, digest, payload in raw_segment(path)]
             header = read_header(path)[0]
-        except (Torn, StoreError, ValueError, KeyError) as error:
+        except (Torn, StoreError) as error:
             logger.error("not compacted: %s: %s", path, error)
             damaged.append(str(path))
             continue

@@ -15,7 +15,7 @@ import base64
 import contextlib
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -25,7 +25,7 @@ import numpy as np
 from hpcrl.layout import RunPaths, publishing
 from hpcrl.store.index import Store
 from hpcrl.store.records import COLUMNS, Kind, Record, named
-from hpcrl.store.rows import TRAJECTORIES, number
+from hpcrl.store.rows import REWARDS, TRAJECTORIES, scores
 from hpcrl.types import ConfigError, Int32Array, StoreError
 
 Format = Literal["jsonl", "parquet"]
@@ -63,7 +63,6 @@ _STEP = {
     "contents": "J",
     **{name: f"[{dtype.str}" for name, (dtype, _) in COLUMNS.items()},
 }
-_REWARD = {"trajectory": "S", "step": "<i4", "source": "S", "value": "<f8", "wall": "<f8", "late": "?"}
 _CONTENT = {"content": "S", "data": "B"}
 _TOKENS = 4 << 20  # in memory before they are written, and so in one row group
 
@@ -74,6 +73,7 @@ class Exported:
     trajectories: int
     steps: int
     left_out: tuple[str, ...]  # trajectories that can't be read whole, and contents, each with the reason
+    damaged: tuple[str, ...]  # files; what is intact of them is exported
 
 
 def export(paths: RunPaths, folder: Path, format: Format, decode: Decode | None = None) -> Exported:
@@ -91,7 +91,6 @@ def export(paths: RunPaths, folder: Path, format: Format, decode: Decode | None 
     trajectories = steps = 0
     with contextlib.ExitStack() as stack:
         store = stack.enter_context(Store(paths, open_segments=True))
-        left_out += store.damaged.values()
         opened = [stack.enter_context(publishing(folder / name)) for name in names]
         sink: _Jsonl | _Parquet = _Jsonl(opened) if format == "jsonl" else _Parquet(opened)
         stack.callback(sink.close)
@@ -114,7 +113,8 @@ def export(paths: RunPaths, folder: Path, format: Format, decode: Decode | None 
                 except StoreError as error:
                     left_out.append(f"{summary['trajectory']}: {error}")
     files = tuple(str(folder / name) for name in names)
-    return Exported(files=files, trajectories=trajectories, steps=steps, left_out=tuple(left_out))
+    damaged = tuple(store.damaged.values())  # also what was found on the way
+    return Exported(files=files, trajectories=trajectories, steps=steps, left_out=tuple(left_out), damaged=damaged)
 
 
 # ---- what is exported ---------------------------------------------------------------------------------------------
@@ -132,7 +132,8 @@ def _whole(store: Store, summary: Fields, decode: Decode | None) -> tuple[Fields
     adopt = chain[0].meta
     more = {"task": adopt["task"], "task_id": summary["task"], "seed": adopt["seed"], "sampling": adopt["sampling"]}
     row = {name: _plain(value) for name, value in {**summary, **more}.items()}
-    return row, list(_steps(store, chain, decode)), list(_scores(records.values()))
+    given = [one for record in records.values() for one in scores(trajectory, record.kind, record.step, record.meta)]
+    return row, list(_steps(store, chain, decode)), [dict(zip(REWARDS, map(_plain, one), strict=True)) for one in given]
 
 
 def _steps(store: Store, chain: Sequence[Record], decode: Decode | None) -> Iterator[Fields]:
@@ -168,21 +169,6 @@ def _steps(store: Store, chain: Sequence[Record], decode: Decode | None) -> Iter
         root, contents = "", None
 
 
-def _scores(records: Iterable[Record]) -> Iterator[Fields]:
-    for record in records:
-        meta, late = record.meta, record.kind is Kind.REWARD
-        given = {meta.get("source", ""): meta.get("value")} if late else (meta.get("rewards") or {})
-        for source, value in given.items() if late or record.kind is Kind.END else ():
-            yield {
-                "trajectory": record.trajectory,
-                "step": record.step,
-                "source": source,
-                "value": _plain(number(value)),
-                "wall": _plain(meta.get("wall")),
-                "late": late,
-            }
-
-
 def _plain(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
@@ -212,7 +198,7 @@ def _without_name(rows: Sequence[Fields]) -> list[Fields]:
     return [{name: value for name, value in row.items() if name != "trajectory"} for row in rows]
 
 
-_TABLES = {"trajectories": _TRAJECTORY, "steps": _STEP, "rewards": _REWARD, "contents": _CONTENT}
+_TABLES = {"trajectories": _TRAJECTORY, "steps": _STEP, "rewards": REWARDS, "contents": _CONTENT}
 
 
 class _Parquet:

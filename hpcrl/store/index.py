@@ -268,13 +268,6 @@ class Store(Catalog):
             return None
         return Ended.from_json({**self._meta(trajectory, row), "head": head})
 
-    def task(self, trajectory: str) -> Task:
-        """Raises StoreError when no ADOPT record of it is here."""
-        for row in self.rows(trajectory).values():
-            if row.kind is Kind.ADOPT:
-                return Task(**self._meta(trajectory, row)["task"])
-        raise StoreError(f"{self._paths.root}: no trajectory {trajectory!r} in the store")
-
     def summary(self) -> Table:
         """One row per trajectory, the fields of rows.TRAJECTORIES; kept until something new is taken in."""
         if self._merged is None:
@@ -347,12 +340,6 @@ class Store(Catalog):
             num_orphans=sum(row.kind in CHAINED for row in rows) - len(chain),
             node=chain[-1].node,
         )
-
-    def trajectories(self) -> Iterator[TrajectoryInfo]:
-        for trajectory in self.names():
-            info = self.info(trajectory)
-            if info is not None:
-                yield info
 
     def records(self, trajectory: str) -> list[Record]:
         """All of a trajectory's records, orphans, rewards and transitions included, in the order they were read."""

@@ -15,6 +15,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import re
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -23,9 +24,8 @@ from errno import EIO
 from pathlib import Path
 from typing import Any, TypeVar
 
-from hpcrl.layout import by_name, is_full, sync_folder
-from hpcrl.store.records import Torn
-from hpcrl.store.segment import CLOSED, OPEN, close_name, create, name_parts, read_header, recover, segments, ship
+from hpcrl.layout import by_name, check_private, is_full, listed, sync_folder, write_at
+from hpcrl.store.segment import CLOSED, OPEN, close_name, create, name_parts, owner_of, recover, segments, ship
 from hpcrl.types import StoreError
 
 logger = logging.getLogger(__name__)
@@ -33,13 +33,12 @@ logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 Place = tuple[int, int]  # (segment number, byte offset in it)
 _Waiting = tuple[Sequence[bytes], asyncio.Future[list[Place]]]
-_IOV_MAX = 1000
 MAX_INTERVAL_S = 2.0
 FULL_RETRY_S = 1.0
 
 
 class _Segment:
-    """The segment being written. Used by the commit thread alone."""
+    """The segment being written. Made, written and closed by the commit thread; the loop reads `end` and `since`."""
 
     def __init__(self, folder: Path, node: str, home: Path, now: float, sync: Callable[[int], None] | None) -> None:
         self._sync = sync
@@ -54,7 +53,7 @@ class _Segment:
         for frame in frames:
             places.append((self.number, offset))
             offset += len(frame)
-        _write(self._fd, frames if self.end else [self._header, *frames])
+        write_at(self._fd, self.end, frames if self.end else [self._header, *frames])
         (self._sync or os.fdatasync)(self._fd)
         if not self.end:
             sync_folder(self.path.parent)  # the name must be as durable as what it names
@@ -73,30 +72,24 @@ class _Segment:
                 os.close(fd)
 
 
-def _write(fd: int, frames: Sequence[bytes]) -> None:
-    for start in range(0, len(frames), _IOV_MAX):
-        batch = frames[start : start + _IOV_MAX]
-        written = os.writev(fd, batch)
-        if written != sum(map(len, batch)):
-            rest = memoryview(b"".join(batch))[written:]
-            while rest:
-                rest = rest[os.write(fd, rest) :]
-
-
 def take_over(folder: Path, node: str, home: Path) -> None:
     """Close what a dead owner of this node left open in `folder`, and move what is closed there to `home`.
 
-    Raises StoreError when the owner lives.
+    Raises StoreError when the owner lives, or `folder` is on the node's own disk and not this user's alone.
     """
+    if folder != home:
+        check_private(folder)
     for path in segments(folder, OPEN):
         if name_parts(path)[0] != node:
             continue
         with contextlib.suppress(FileNotFoundError):  # somebody else has closed it meanwhile
-            with contextlib.suppress(Torn):
-                owner = read_header(path)[0].owner
-                if owner.lives():
-                    raise StoreError(f"{path}: process {owner.pid} writes this node's log; stop it first")
+            owner = owner_of(path)
+            if owner is not None and owner.lives():
+                raise StoreError(f"{path}: process {owner.pid} writes this node's log; stop it first")
             recover(path)
+    for path in listed(home, f".{node}-*{CLOSED}.*.tmp"):  # of one that was killed in `ship`
+        if re.fullmatch(rf"\.{re.escape(node)}-\d+{re.escape(CLOSED)}\.\d+\.tmp", path.name):
+            path.unlink(missing_ok=True)
     _move(folder, node, home)
 
 
@@ -140,7 +133,6 @@ class Log:
         self.failures = 0  # batches that could not be stored
         self.last_error = OSError()  # why the latest of them could not
         self._waiting: deque[_Waiting] = deque()
-        self._batch: list[_Waiting] = []  # what is being committed
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._synced_at = -float("inf")
@@ -148,6 +140,8 @@ class Log:
         self.full = False
         self._patience_s, self._sync = full_patience_s, sync
         self._closed = False
+        self._closing: asyncio.Task[None] | None = None
+        self._sealing = 0  # who waits for the segment to be closed: meanwhile the commit thread takes in nothing more
         self._moving = asyncio.Lock()
         folder.mkdir(parents=True, exist_ok=True)
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -171,21 +165,35 @@ class Log:
 
     async def seal(self) -> None:
         """Close the open segment now, so that other nodes may read it. Raises OSError when that fails."""
-        await self._in_thread(self._close_segment)
+        self._sealing += 1
+        try:
+            await self._in_thread(self._close_segment)
+        finally:
+            self._sealing -= 1
         if self._broken:
             raise OSError(f"can't close {', '.join(map(str, self._broken))}: see the log")
         await self._move()
 
     async def close(self) -> None:
-        """Commit what waits, close the segment. Raises OSError when the segment can't be closed (its data is safe)."""
+        """Commit what waits, close the segment. Raises OSError when the segment can't be closed (its data is safe).
+
+        Goes on to its end when the caller is cancelled: who appended hears what came of it.
+        """
         self._closed = True
         self._wake.set()
-        if self._task is not None:
-            await self._task
+        if self._closing is None:
+            self._closing = asyncio.create_task(self._close(), name="close the log")
+        await asyncio.shield(self._closing)
+
+    async def _close(self) -> None:
         try:
-            await self.seal()
+            if self._task is not None:
+                await self._task
         finally:
-            self._thread.shutdown(wait=False)
+            try:
+                await self.seal()
+            finally:
+                self._thread.shutdown(wait=False)
 
     async def _run(self) -> None:
         """Commits while anything waits or a segment is open; ends when all is quiet."""
@@ -193,7 +201,7 @@ class Log:
             if not self._waiting:
                 self._wake.clear()
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._wake.wait(), self._left_s())
+                    await asyncio.wait_for(self._wake.wait(), self._left_s(self._segment))
             if self._waiting:
                 interval_s = max(self._interval_s, min(5 * self.sync_s, MAX_INTERVAL_S)) if self._interval_s else 0.0
                 pause = self._synced_at + interval_s - self._clock()
@@ -219,25 +227,27 @@ class Log:
                 if not quiet:
                     raise
 
-    def _left_s(self) -> float:
-        return self._segment.since + self._age_s - self._clock() if self._segment else 0.0
+    def _left_s(self, segment: _Segment | None) -> float:
+        """Until it is to be closed."""
+        return segment.since + self._age_s - self._clock() if segment is not None else 0.0
 
     async def _commit(self) -> None:
-        self._batch = self._take()
-        began = self._clock()
-        while self._batch:
-            try:
-                last = await self._in_thread(self._write_batches, asyncio.get_running_loop())
-                self._deliver(*last)  # by the loop, so that what waits is on its way before anyone hears of it
-                self._batch = []
-            except Exception as error:
-                self.full = is_full(error) and not self._closed and self._clock() - began < self._patience_s
-                if self.full:  # nothing is acknowledged meanwhile, and nothing fails yet
-                    await asyncio.sleep(FULL_RETRY_S)
-                    continue
-                self._fail(error)
+        batch, full_since = self._take(), self._clock()
+        refused: list[_Waiting] | None = None  # the batch for which there was no space at `full_since`
+        while batch:
+            batch, places, error = await self._in_thread(self._write_batches, batch, asyncio.get_running_loop())
+            if error is None:
+                self._deliver(batch, places)  # by the loop, so that what waits is on its way before anyone hears of it
+                return
+            if refused is not batch:
+                refused, full_since = batch, self._clock()
+            self.full = is_full(error) and not self._closed and self._clock() - full_since < self._patience_s
+            if not self.full:
+                self._fail(batch, error)
                 if not isinstance(error, OSError):
-                    raise
+                    raise error
+                return
+            await asyncio.sleep(FULL_RETRY_S)  # nothing is acknowledged meanwhile, and nothing fails yet
 
     def _take(self) -> list[_Waiting]:
         """All that waits. Of a deque, since the commit thread takes from it what the loop puts in."""
@@ -251,12 +261,11 @@ class Log:
                 future.set_result(list(places[start : start + len(frames)]))
             start += len(frames)
 
-    def _fail(self, error: Exception) -> None:
+    def _fail(self, batch: Sequence[_Waiting], error: Exception) -> None:
         """What waits behind the batch fails with it: it may build on a record that isn't there."""
         self.failures += 1
         self.last_error = OSError(getattr(error, "errno", 0) or EIO, str(error))
-        failed, self._batch = [*self._batch, *self._take()], []
-        for _, future in failed:
+        for _, future in (*batch, *self._take()):
             if not future.done():
                 future.set_exception(OSError(*self.last_error.args))
 
@@ -266,22 +275,28 @@ class Log:
 
     # ---- in the commit thread
 
-    def _write_batches(self, loop: asyncio.AbstractEventLoop) -> tuple[list[_Waiting], list[Place]]:
-        """Commit the batch; where syncs are not paced, then what has come since, without a turn of the loop between.
-        The last one, and where it lies."""
+    def _write_batches(
+        self, batch: list[_Waiting], loop: asyncio.AbstractEventLoop
+    ) -> tuple[list[_Waiting], list[Place], Exception | None]:
+        """Commit the batch; where syncs are not paced, then what has come since, without a turn of the loop between,
+        until the segment is to be closed. The last one, and where it lies, or why it could not be stored."""
         while True:
             self._synced_at = self._clock()
-            places = self._write([frame for frames, _ in self._batch for frame in frames])
+            try:
+                places = self._write([frame for frames, _ in batch for frame in frames])
+            except Exception as error:
+                return batch, [], error
             self.sync_s += 0.2 * (self._clock() - self._synced_at - self.sync_s)
-            behind = [] if self._interval_s or self._is_due() else self._take()
+            behind = [] if self._interval_s or self._sealing or self._is_due() else self._take()
             if not behind:
-                return self._batch, places
-            loop.call_soon_threadsafe(self._deliver, self._batch, places)
-            self._batch = behind
+                return batch, places, None
+            loop.call_soon_threadsafe(self._deliver, batch, places)
+            batch = behind
 
     def _is_due(self) -> bool:
         """Whether the open segment is to be closed."""
-        return self._segment is not None and (self._segment.end >= self._bytes or self._left_s() <= 0)
+        segment = self._segment  # once: the other thread may close it, or make one, meanwhile
+        return segment is not None and (segment.end >= self._bytes or self._left_s(segment) <= 0)
 
     def _write(self, frames: Sequence[bytes]) -> list[Place]:
         if self._segment is None:
@@ -290,7 +305,7 @@ class Log:
         segment = self._segment
         try:
             places = segment.commit(frames)
-        except OSError as error:
+        except Exception as error:
             # What the failed sync covered may be lost though the kernel now calls it clean: this descriptor is done.
             logger.error("%s: %s; closing it at byte %d", segment.path, error, segment.end)
             self._break(segment)

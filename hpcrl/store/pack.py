@@ -10,20 +10,23 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 from crc32c import crc32c
 
-from hpcrl.store.records import COLUMNS, Kind, Parts, filler, from_json
-from hpcrl.store.rows import FRAGMENT, STEPS, TRAJECTORIES, Row, Table, number, summarize, table, version_range
+from hpcrl.store.records import COLUMNS, KINDS, SUMMED, Kind, Parts, filler
+from hpcrl.store.rows import (
+    FRAGMENT,
+    REWARDS,
+    STEPS,
+    TRAJECTORIES,
+    Row,
+    Table,
+    number,
+    sampled_by,
+    scores,
+    summarize,
+    table,
+)
 
-REWARDS: Mapping[str, str] = {
-    "trajectory": "S",
-    "step": "<i4",
-    "source": "S",
-    "value": "<f8",
-    "wall": "<f8",
-    "late": "?",  # of a REWARD record, not of an END
-}
 TRANSITIONS: Mapping[str, str] = {
     "trajectory": "S",
     "attempt": "<i4",
@@ -33,12 +36,7 @@ TRANSITIONS: Mapping[str, str] = {
     "mono": "<f8",
     "boot_id": "S",
 }
-_KEPT = frozenset({Kind.ADOPT, Kind.END, Kind.REWARD, Kind.TRANSITION})  # whose meta becomes columns
-_KINDS = {int(kind): kind for kind in Kind}
 _ZEROS = (0,) * len(COLUMNS)
-
-
-Buffer = bytes | memoryview
 
 
 @dataclass(slots=True)
@@ -49,17 +47,6 @@ class _Item:
     arrays: Sequence[memoryview]  # none, the ids, or all COLUMNS
 
 
-def _sampled(arrays: Mapping[str, memoryview]) -> tuple[int, int, int]:
-    """The lowest and the highest version of the sampled tokens (-1 without), and how many these are."""
-    sampled, versions = arrays.get("sampled", b""), arrays.get("versions", b"")
-    count = bytes(sampled).count(1)
-    if 0 < count == len(sampled) and bytes(versions) == (first := bytes(versions[:4])) * count:
-        version = int.from_bytes(first, "little", signed=True)
-        return version, version, count
-    found = np.frombuffer(versions, "<i4")
-    return *version_range(found[np.frombuffer(sampled, "?")] if len(found) == len(sampled) else found), count
-
-
 class Packer:
     def __init__(self) -> None:
         self._items: dict[str, dict[bytes, _Item]] = {}
@@ -68,16 +55,18 @@ class Packer:
     def __len__(self) -> int:
         return sum(map(len, self._items.values()))
 
-    def add(self, source: int, offset: int, kind: int, digest: bytes, parts: Parts) -> None:
-        """A frame's kind, hash and payload (as `records.split` cuts it), and where it lay; the payload is kept."""
-        head, text, arrays = parts
+    def add(self, source: int, offset: int, digest: bytes, parts: Parts) -> None:
+        """A frame's hash and payload (as `records.split` cuts it), and where it lay; the payload is kept."""
+        head, text, arrays, meta = parts
         items = self._items.setdefault(head.trajectory, {})
         if digest in items:
             return
         name = digest.hex()
-        low, high, num_sampled = _sampled(arrays) if "sampled" in arrays or "versions" in arrays else (-1, -1, 0)
+        low, high, num_sampled = (
+            sampled_by(arrays["sampled"], arrays.get("versions", b"")) if "sampled" in arrays else (-1, -1, 0)
+        )
         row = Row(
-            name, head.parent, head.meta.root or "", _KINDS[kind], head.attempt, head.step,
+            name, head.parent, head.meta.root or "", KINDS[head.kind], head.attempt, head.step,
             math.nan if head.meta.wall is None else head.meta.wall, head.arrays.get("ids", 0), num_sampled, low, high,
             "", 0, offset, "", 0,
         )  # fmt: skip
@@ -85,8 +74,8 @@ class Packer:
         if 1 < len(whole) < len(COLUMNS):
             whole = [arrays.get(column) or filler(column, head.arrays["ids"]) for column in COLUMNS]
         items[digest] = _Item(row, source, text, whole)
-        if kind in _KEPT:
-            self._metas[name] = from_json(text)["meta"]
+        if head.kind in SUMMED:
+            self._metas[name] = meta
 
     def columns(self) -> dict[str, list[memoryview]]:
         """What was added, in its order: each column's pieces."""
@@ -140,11 +129,9 @@ class Packer:
                     yield trajectory, item.row, self._metas[item.row.hash]
 
     def _rewards(self) -> Iterable[tuple[Any, ...]]:
-        for trajectory, row, meta in self._of(Kind.END):
-            for source, value in (meta.get("rewards") or {}).items():
-                yield trajectory, row.step, str(source), number(value), row.wall, False
-        for trajectory, row, meta in self._of(Kind.REWARD):
-            yield trajectory, row.step, str(meta.get("source", "")), number(meta.get("value")), row.wall, True
+        for kind in (Kind.END, Kind.REWARD):
+            for trajectory, row, meta in self._of(kind):
+                yield from scores(trajectory, kind, row.step, meta)
 
     def _transitions(self) -> Iterable[tuple[Any, ...]]:
         for trajectory, row, meta in self._of(Kind.TRANSITION):

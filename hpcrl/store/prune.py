@@ -234,7 +234,7 @@ def _replace(paths: RunPaths, store: Store, choice: _Choice, names: Sequence[str
                 for row, source, offset in zip(at, steps["segment"].tolist(), steps["offset"].tolist(), strict=True):
                     record = shard.record(first + row)
                     slot = slots.setdefault((name, source), len(slots))
-                    packer.add(slot, offset, record.kind, bytes.fromhex(record.hash), split(record.payload))
+                    packer.add(slot, offset, bytes.fromhex(record.hash), split(record.kind, record.payload))
                     counts[slot] += 1
         sources = []
         for (name, source), slot in slots.items():

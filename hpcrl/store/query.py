@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
-from hpcrl.store.records import Kind
-from hpcrl.store.rows import Table, number, text
+from hpcrl.store.rows import REWARDS, Table, scores, text
 from hpcrl.types import ConfigError, State
 
 if TYPE_CHECKING:
@@ -59,17 +58,10 @@ def frame(store: Store) -> pd.DataFrame:
 
 
 def rewards(store: Store) -> pd.DataFrame:
-    """One row per score: trajectory, step, source, value, wall, late (of a REWARD record, not of an END)."""
+    """One row per score: the columns of rows.REWARDS."""
     tables = [decoded(table) for table in store.tables("rewards")]
-    names = ("trajectory", "step", "source", "value", "wall", "late")
-    fresh = []
-    for trajectory, row, meta in store.fresh():
-        if row.kind is Kind.END:
-            given = (meta.get("rewards") or {}).items()
-            fresh += [(trajectory, row.step, source, number(value), row.wall, False) for source, value in given]
-        elif row.kind is Kind.REWARD:
-            fresh.append((trajectory, row.step, meta.get("source", ""), number(meta.get("value")), row.wall, True))
-    tables.append(pd.DataFrame(fresh, columns=list(names)))
+    fresh = [one for name, row, meta in store.fresh() for one in scores(name, row.kind, row.step, meta)]
+    tables.append(pd.DataFrame(fresh, columns=list(REWARDS)))
     found = pd.concat([table for table in tables if len(table)] or tables[-1:], ignore_index=True)
     return found.drop_duplicates(ignore_index=True).astype({"late": bool})
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import cached_property
 from hashlib import blake2b, sha256
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
@@ -39,7 +39,7 @@ MAX_PAYLOAD = 1 << 30  # bytes; a longer length is damage, not a record
 
 
 class Kind(IntEnum):
-    PROMPT = 1  # token ids that open a context; keyed by them alone, so a group stores them once per node
+    PROMPT = 1  # token ids that open a context; keyed by them alone, so a host stores a group's once
     ADOPT = 2  # an attempt begins
     ACT = 3  # what the policy sampled, and the calls in it
     OBSERVE = 4  # what came of it, and the tokens that it adds
@@ -49,8 +49,10 @@ class Kind(IntEnum):
     CONTENT = 8  # bytes that other records name by their SHA-256: media, tool output that the model didn't see
 
 
+KINDS: Mapping[int, Kind] = {int(kind): kind for kind in Kind}
 CHAINED = frozenset({Kind.ADOPT, Kind.ACT, Kind.OBSERVE, Kind.END})
 SHARED = frozenset({Kind.PROMPT, Kind.CONTENT})  # of no trajectory; keyed by what they hold alone
+SUMMED = frozenset({Kind.ADOPT, Kind.END, Kind.REWARD, Kind.TRANSITION})  # whose meta becomes rows of a shard's tables
 
 # The meta keys that a record of each kind must have (docs/store-format.md); `store verify --deep` refuses one without.
 REQUIRED: Mapping[Kind, tuple[str, ...]] = {
@@ -88,6 +90,7 @@ COLUMNS: Mapping[str, tuple[np.dtype[Any], Any]] = {  # of tokens: dtype, value 
 }
 GENERATED = ("logprobs", "versions", "sampled")  # those that only a record of what the policy sampled has
 
+_FIELDS = {"trajectory": str, "attempt": int, "step": int, "parent": str, "meta": dict}  # of a header
 _SIZES = [(name, dtype.itemsize) for name, (dtype, _) in COLUMNS.items()]
 NO_IDS = np.empty(0, "<i4")
 NO_LOGPROBS = np.empty(0, "<f4")
@@ -109,9 +112,8 @@ class Record:
     parent: str = ""  # hash of the record before it on the chain; "" for a first ADOPT and off the chain
     meta: Mapping[str, Any] = field(default_factory=dict)  # JSON; finite numbers only
     ids: Int32Array = field(default_factory=lambda: NO_IDS)
-    logprobs: Float32Array = field(
-        default_factory=lambda: NO_LOGPROBS
-    )  # natural log, at the sampling temperature; 0 where not sampled
+    # Natural log, at the sampling temperature; 0 where not sampled.
+    logprobs: Float32Array = field(default_factory=lambda: NO_LOGPROBS)
     versions: Int32Array = field(default_factory=lambda: NO_IDS)  # that sampled the token; -1 where not sampled
     sampled: BoolArray = field(default_factory=lambda: NO_SAMPLED)
 
@@ -146,6 +148,7 @@ class Record:
 
     @cached_property
     def payload(self) -> bytes:
+        """Raises TypeError or ValueError when `meta` is not JSON."""
         arrays = {name: array for name in COLUMNS if len(array := getattr(self, name))}
         head = {
             "kind": int(self.kind),
@@ -160,16 +163,14 @@ class Record:
         text += b" " * (-len(text) % 4)  # so that the arrays are aligned where they lie
         return b"".join((LENGTH.pack(len(text)), text, *arrays.values()))
 
-    def encode(self) -> bytes:
-        """The payload. Raises TypeError or ValueError when `meta` is not JSON."""
-        return self.payload
-
     @classmethod
     def decode(cls, payload: bytes, hash: str = "") -> Record:
         """`hash`: as it was stored with the payload. Raises StoreError when the bytes are no record."""
         try:
             text, rest = _cut(payload)
             head = from_json(text)
+            if wrong := [name for name, kind in _FIELDS.items() if type(head[name]) is not kind]:
+                raise ValueError(f"{wrong[0]} is {head[wrong[0]]!r:.80}")
             arrays = _arrays(rest, head.pop("arrays"))
             values = {name: np.frombuffer(view, COLUMNS[name][0]) for name, view in arrays.items()}
             record = cls(**{**head, **values, "kind": Kind(head["kind"])})
@@ -302,6 +303,9 @@ def from_json(text: bytes | memoryview) -> Any:
         return json.loads(bytes(text))
 
 
+_Int32 = Annotated[int, msgspec.Meta(ge=-(1 << 31), lt=1 << 31)]
+
+
 class Skimmed(msgspec.Struct):
     """Of a header, what places a record: of the rest no objects are made."""
 
@@ -309,29 +313,38 @@ class Skimmed(msgspec.Struct):
         root: str | None = None
         wall: float | None = None
 
+    kind: int
     trajectory: str
-    attempt: int
-    step: int
+    attempt: _Int32
+    step: _Int32
     parent: str
     arrays: dict[str, int]
     meta: Meta
 
 
 _skim = msgspec.json.Decoder(Skimmed).decode
-Parts = tuple[Skimmed, memoryview, dict[str, memoryview]]
+Parts = tuple[Skimmed, memoryview, dict[str, memoryview], Mapping[str, Any]]
 
 
-def split(payload: bytes | memoryview) -> Parts:
-    """A payload's header, the header's JSON, and the bytes of each array that is there. Raises ValueError, KeyError."""
-    text, rest = _cut(payload)
+def split(kind: int, payload: bytes | memoryview) -> Parts:
+    """A payload's header, the header's JSON, the bytes of each array that is there, and the meta of those SUMMED.
+
+    Raises StoreError when the bytes are no record of that kind.
+    """
     try:
-        head = _skim(text)
-    except msgspec.DecodeError:  # a root or time that is none
-        whole = from_json(text)
-        root, wall = whole["meta"].get("root"), whole["meta"].get("wall")
-        meta = Skimmed.Meta(str(root or ""), float(wall) if isinstance(wall, int | float) else None)
-        head = Skimmed(**{name: whole[name] for name in Skimmed.__struct_fields__ if name != "meta"}, meta=meta)
-    return head, text, _arrays(rest, head.arrays)
+        text, rest = _cut(payload)
+        try:
+            head = _skim(text)
+        except msgspec.DecodeError:  # a root or time that is none, half a surrogate pair
+            whole = from_json(text)
+            root, wall = whole["meta"].get("root"), whole["meta"].get("wall")
+            placed = {"root": str(root or ""), "wall": float(wall) if isinstance(wall, int | float) else None}
+            head = msgspec.convert({**whole, "meta": placed}, Skimmed)
+        if head.kind != kind or kind not in KINDS:
+            raise ValueError(f"kind {kind} in the frame, {head.kind} within")
+        return head, text, _arrays(rest, head.arrays), from_json(text)["meta"] if kind in SUMMED else {}
+    except (struct.error, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+        raise StoreError(f"not a record: {error}") from error
 
 
 def _cut(payload: bytes | memoryview) -> tuple[memoryview, memoryview]:
@@ -354,16 +367,6 @@ def _arrays(rest: memoryview, counts: Mapping[str, int]) -> dict[str, memoryview
     if start != len(rest):
         raise ValueError(f"arrays of {len(rest)} bytes where the header says {start}")
     return arrays
-
-
-def missing(record: Record) -> list[str]:
-    """The required fields that a record lacks, as `key` or `key[3].within`."""
-    lacking = [key for key in REQUIRED[record.kind] if key not in record.meta]
-    for (kind, key), within in REQUIRED_WITHIN.items():
-        if kind is record.kind:
-            for index, row in enumerate(record.meta.get(key) or ()):
-                lacking += [f"{key}[{index}].{name}" for name in within if name not in row]
-    return lacking
 
 
 class NewerError(StoreError):

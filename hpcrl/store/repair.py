@@ -10,20 +10,20 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from hpcrl.layout import RunPaths, publish, sync_folder
+from hpcrl.layout import RunPaths, is_unreadable, publish, sync_folder
 from hpcrl.store.compact import claim, provenance, shard_path, shards
 from hpcrl.store.pack import Packer
-from hpcrl.store.records import Kind, NewerError, Record, Torn, split
-from hpcrl.store.remains import find_frame
-from hpcrl.store.salvage import read_blocks, salvage
-from hpcrl.store.segment import CLOSED, OPEN, raw_segment, read_header, read_segment, segments
+from hpcrl.store.records import Kind, NewerError, Record, split
+from hpcrl.store.salvage import salvage
+from hpcrl.store.seal import how_to_close, ownerless, seal_dead_here
+from hpcrl.store.segment import CLOSED, raw_segment, read_segment, segments, uid_of
 from hpcrl.store.shard import Shard, Source, write_shard
 from hpcrl.types import StoreError
 
@@ -60,45 +60,41 @@ class Repaired:
 
 
 def repair(paths: RunPaths) -> list[Repaired]:
-    """Do it for every damaged file of a run that isn't running. Raises StoreError while a compactor is at work."""
-    damaged = {path: text for path in shards(paths) if (text := _damage_of_shard(path))}
-    damaged |= {path: text for path in _segments(paths) if (text := _damage_of_segment(path))}
+    """Do it for every damaged file of a run that isn't running, after closing what dead owners of this machine left
+    open. Raises StoreError while a compactor is at work."""
+    seal_dead_here(paths)
+    damaged = {path: text for path in shards(paths) if (text := _damage(path, _check_shard))}
+    damaged |= {path: text for path in segments(paths.log, CLOSED) if (text := _damage(path, _check_segment))}
     done = [_repair(paths, path, damaged) for path in damaged]
-    return [one for one in done if one is not None]
+    return [one for one in done if one is not None] + [_left(path, how_to_close(path)) for path in ownerless(paths)]
 
 
-def _damage_of_shard(path: Path) -> str:
+def _damage(path: Path, check: Callable[[Path], None]) -> str:
+    """What is wrong with a file, "" where nothing is, or it is gone (a segment is in a shard by now). Raises OSError
+    where that doesn't tell of the file."""
     try:
-        Shard(path).check()
+        check(path)
     except (NewerError, FileNotFoundError):
         return ""
     except (StoreError, OSError) as error:
+        if isinstance(error, OSError) and not is_unreadable(error):
+            raise
         return str(error)
     return ""
 
 
-def _segments(paths: RunPaths) -> list[Path]:
-    """The closed ones, and the open ones whose owner was of this machine and is gone."""
-    found = segments(paths.log, CLOSED)
-    for path in segments(paths.log, OPEN):
-        with contextlib.suppress(Torn, StoreError, FileNotFoundError):
-            if read_header(path)[0].owner.lives() is False:
-                found.append(path)
-    return found
+def _check_shard(path: Path) -> None:
+    with Shard(path) as shard:
+        shard.check()
 
 
-def _damage_of_segment(path: Path) -> str:
-    """ "" for an open one with a torn tail: nothing whole lies behind that."""
-    try:
-        end = 0
-        for offset, record in read_segment(path):
-            end = offset + record.size
-        behind = find_frame(read_blocks(path), end) if path.suffix == OPEN and end else None
-        return f"{path}: damaged at byte {end}" if behind else ""
-    except (NewerError, FileNotFoundError):  # one that is gone is in a shard by now
-        return ""
-    except (StoreError, OSError) as error:
-        return str(error)
+def _check_segment(path: Path) -> None:
+    for _ in read_segment(path):
+        pass
+
+
+def _left(path: Path, damage: str) -> Repaired:
+    return Repaired(file=str(path), damage=damage, moved_to="", shard="", rescued=0, elsewhere=0, lost=())
 
 
 def _repair(paths: RunPaths, path: Path, damaged: Mapping[Path, str]) -> Repaired | None:
@@ -112,9 +108,7 @@ def _repair(paths: RunPaths, path: Path, damaged: Mapping[Path, str]) -> Repaire
         except FileNotFoundError:
             return None
         except StoreError as error:
-            return Repaired(
-                file=str(path), damage=str(error), moved_to="", shard="", rescued=0, elsewhere=0, lost=()
-            )  # fmt: skip
+            return _left(path, str(error))
         all_lost = [_lost(said) for said in found.lost]
         wanted = {record.hash for record, _, _ in found.records} | {lost.hash for lost in all_lost}
         elsewhere = _elsewhere(paths, wanted, damaged)
@@ -166,11 +160,14 @@ def _write(
     paths: RunPaths, number: int, rows: Sequence[tuple[Record, int, int]], sources: Sequence[Mapping[str, Any]]
 ) -> int:
     """Publish these records as a shard; how many, equal ones counted once."""
-    here = {uid for path in segments(paths.log, CLOSED) for uid in _uid(path)}
+    here = set()
+    for path in segments(paths.log, CLOSED):
+        with contextlib.suppress(FileNotFoundError):
+            here.add(uid_of(path))
     packer = Packer()
     counts = [0] * len(sources)
     for record, at, offset in rows:
-        packer.add(at, offset, record.kind, bytes.fromhex(record.hash), split(record.payload))
+        packer.add(at, offset, bytes.fromhex(record.hash), split(record.kind, record.payload))
         counts[at] += 1
     listed: list[Source] = []
     for source, count in zip(sources, counts, strict=True):
@@ -178,8 +175,3 @@ def _write(
         uid = f"rescued-{source['uid']}" if source["uid"] in here else source["uid"]
         listed.append({**source, "uid": uid, "records": count})
     return write_shard(shard_path(paths, number), packer, listed, provenance(paths))
-
-
-def _uid(path: Path) -> Iterator[str]:
-    with contextlib.suppress(Torn, StoreError, FileNotFoundError):
-        yield read_header(path)[0].uid

@@ -6,7 +6,7 @@ A trajectory's row in one file tells what that file holds of it (a *fragment*); 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from hpcrl.store.records import CHAINED, Kind, Record
 from hpcrl.types import Task
 
 Table = NDArray[np.void]  # structured
+Buffer = bytes | memoryview  # of bytes each, so that len says how many
 
 # Field -> dtype; "S" is as wide as its longest value. What a shard stores, and docs/store-format.md explains.
 STEPS: Mapping[str, str] = {
@@ -71,6 +72,14 @@ TRAJECTORIES: Mapping[str, str] = {
     "ended_wall": "<f8",  # END's; nan without
     "duration_s": "<f8",  # of the attempt that ended; nan without
 }
+REWARDS: Mapping[str, str] = {
+    "trajectory": "S",
+    "step": "<i4",
+    "source": "S",
+    "value": "<f8",
+    "wall": "<f8",
+    "late": "?",  # of a REWARD record, not of an END
+}
 FRAGMENT: Mapping[str, str] = {"first_row": "<i8", "num_rows": "<i4", "crc_rows": "<u4"}  # in shards, besides
 # What ADOPT alone says, so that a fragment without it lacks that.
 IDENTITY = ("kind", "environment", "task", "task_kind", "group", "phase")
@@ -118,11 +127,11 @@ class Row:
 
     @classmethod
     def of(cls, record: Record, *, node: str, segment: int, offset: int, file: str) -> Row:
-        low, high = version_range(record.versions[record.sampled] if len(record.versions) else record.versions)
+        low, high, count = sampled_by(record.sampled.tobytes(), record.versions.tobytes())
         return cls(
             hash=record.hash, parent=record.parent, root=str(record.meta.get("root") or ""), kind=record.kind,
             attempt=record.attempt, step=record.step, wall=number(record.meta.get("wall")), num_tokens=len(record.ids),
-            num_sampled=int(np.count_nonzero(record.sampled)), min_version=low, max_version=high, node=node,
+            num_sampled=count, min_version=low, max_version=high, node=node,
             segment=segment, offset=offset, file=file, at=offset,
         )  # fmt: skip
 
@@ -134,12 +143,39 @@ def generated(steps: Table) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
     return steps["token_start"], steps["num_tokens"]
 
 
-def version_range(versions: NDArray[np.int32]) -> tuple[int, int]:
-    return (int(versions.min()), int(versions.max())) if len(versions) else (-1, -1)
+def sampled_by(sampled: Buffer, versions: Buffer) -> tuple[int, int, int]:
+    """The lowest and the highest version of the sampled tokens (-1 unless both columns are there), and how many these
+    are. Of the columns' bytes."""
+    mask, numbers = bytes(sampled), bytes(versions)
+    count = mask.count(1)
+    if not count or not numbers:
+        return -1, -1, count
+    if count == len(mask) and numbers == numbers[:4] * count:  # as most are
+        version = int.from_bytes(numbers[:4], "little", signed=True)
+        return version, version, count
+    found = np.frombuffer(numbers, "<i4")[np.frombuffer(mask, "?")]
+    return int(found.min()), int(found.max()), count
+
+
+def scores(
+    trajectory: str, kind: Kind, step: int, meta: Mapping[str, Any]
+) -> Iterator[tuple[str, int, str, float, float, bool]]:
+    """The rows of REWARDS that a record makes: one for each source of an END, one of a REWARD, none of others."""
+    given: Mapping[str, Any] = {}
+    if kind is Kind.END:
+        given = meta.get("rewards") or {}
+    elif kind is Kind.REWARD:
+        given = {meta.get("source", ""): meta.get("value")}
+    for source, value in given.items():
+        yield trajectory, step, str(source), number(value), number(meta.get("wall")), kind is Kind.REWARD
 
 
 def number(value: Any) -> float:
-    return float(value) if isinstance(value, int | float) else math.nan
+    """nan for what is none, or too large an int."""
+    try:
+        return float(value) if isinstance(value, int | float) else math.nan
+    except OverflowError:
+        return math.nan
 
 
 def table(rows: Sequence[Sequence[Any]], fields: Mapping[str, str]) -> Table:

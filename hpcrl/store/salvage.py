@@ -44,7 +44,7 @@ def _in_segment(path: Path) -> Salvage:
     found: list[tuple[Record, int, int]] = []
     said: list[dict[str, Any]] = []
     try:
-        end = read_header(path)[1]
+        end = read_header(path, data)[1]
     except (Torn, StoreError):
         first = find_frame(data, 0)
         end = first[0] if first else len(data)

@@ -23,6 +23,7 @@ from crc32c import crc32c
 
 from hpcrl.layout import ProcessId, by_name, listed, publish, publishing, read_from, sync_file, sync_folder
 from hpcrl.store.records import FORMAT, FRAME, NewerError, Record, Torn, raw_frame, read_frame
+from hpcrl.store.remains import find_frame
 from hpcrl.types import StoreError
 
 logger = logging.getLogger(__name__)
@@ -95,9 +96,12 @@ def _read(path: Path, start: int = 0, size: int = -1) -> bytes:
     return by_name(read_from, path, start, size)
 
 
-def read_header(path: Path) -> tuple[Header, int]:
-    """The header and the offset of the first frame. Raises Torn when it isn't whole, StoreError when it isn't ours."""
-    data = _read(path, 0, 4096)
+def read_header(path: Path, data: bytes | None = None) -> tuple[Header, int]:
+    """The header and the offset of the first frame. Raises Torn when it isn't whole, StoreError when it isn't ours.
+
+    `data`: what the file holds, where it has been read.
+    """
+    data = _read(path, 0, 4096) if data is None else data[:4096]
     start = len(MAGIC) + _U32.size
     if len(data) < start:
         raise Torn("header cut short")
@@ -163,36 +167,77 @@ def read_at(fd: int, offset: int, name: str) -> Record:
         raise StoreError(f"{name}: damaged at byte {offset}: {torn}") from torn
 
 
-def recover(path: Path, limit: int | None = None) -> Path | None:
-    """Close an open segment whose owner is gone: trim what is torn or beyond `limit`, sync, rename.
+def owner_of(path: Path) -> ProcessId | None:
+    """Who writes, or wrote, a segment; None where its header isn't whole: just being made, or damaged.
 
-    Returns the closed segment's path, or None when no record was in it (then it is unlinked). What is cut was never
-    acknowledged: acknowledging comes after the sync of everything before it.
+    Raises NewerError, FileNotFoundError.
     """
-    size = by_name(path.stat).st_size
     try:
-        end = first = read_header(path)[1]
-        data = memoryview(_read(path))
-        while end < len(data) and (limit is None or end < limit):
-            try:
-                *_, end = raw_frame(data, end)
-            except Torn as torn:
-                if limit is not None:
-                    raise StoreError(f"{path}: damaged at byte {end}, below what was made durable: {torn}") from torn
-                logger.warning("%s: cut %d bytes of a torn tail at byte %d (%s)", path, size - end, end, torn)
-                break
-    except Torn as torn:
-        logger.warning("%s: removed, it holds no whole header (%s; %d bytes)", path, torn, size)
-        end = first = 0
-    if end == first:
+        return read_header(path)[0].owner
+    except NewerError:
+        raise
+    except (Torn, StoreError):
+        return None
+
+
+def uid_of(path: Path) -> str:
+    """ "" when its header is damaged. Raises FileNotFoundError when it is gone."""
+    try:
+        return read_header(path)[0].uid
+    except (Torn, StoreError):
+        return ""
+
+
+def whole_until(data: bytes, start: int, stop: int | None = None) -> tuple[int, str]:
+    """Where the whole frames end that follow each other from byte `start` on, up to `stop`; why it goes on no further,
+    "" where it is through."""
+    view, end = memoryview(data), start
+    while end < (len(data) if stop is None else stop):
+        try:
+            *_, end = raw_frame(view, end)
+        except Torn as torn:
+            return end, str(torn)
+    return end, ""
+
+
+def recover(path: Path, limit: int | None = None) -> Path | None:
+    """Close an open segment whose owner is gone: trim what lies behind its last whole record or beyond `limit`, sync,
+    rename.
+
+    Returns the closed segment's path, or None when no record was in it (then it is unlinked). Whole records behind what
+    isn't whole may have been acknowledged (damage came later), or not (a power cut left a hole): they stay, with what
+    lies before them, readers take what is intact, and `store repair` says what isn't. Nothing else that is cut was
+    acknowledged: that comes after the sync of everything before it. Raises StoreError where the file isn't whole up to
+    `limit`, the bytes that a sync confirmed; or is no segment, nor holds a record.
+    """
+    data = _read(path)
+    strange: StoreError | None = None
+    try:
+        first = read_header(path, data)[1]
+        end, why = whole_until(data, first, limit)
+    except NewerError:
+        raise
+    except (Torn, StoreError) as error:
+        first = end = 0
+        why, strange = str(error), error if isinstance(error, StoreError) else None
+    if limit is not None and end != limit:
+        raise StoreError(f"{path}: is whole up to byte {end} ({why}), but {limit} bytes were made durable")
+    last = end
+    while limit is None and why and (behind := find_frame(data, last)) is not None:
+        last, why = whole_until(data, behind[-1])
+    if last > end:
+        logger.error("%s: damaged at byte %d, whole records lie behind; `hpcrl store repair` rescues them", path, end)
+    elif strange is not None:
+        raise strange
+    if last < len(data):
+        logger.warning("%s: cut at byte %d, %d bytes (%s)", path, last, len(data) - last, why or "never acknowledged")
+    if last == first:
         path.unlink()
         sync_folder(path.parent)
         return None
-    if limit is not None and end != limit:
-        raise StoreError(f"{path}: ends at byte {end}, but {limit} bytes were made durable")
     fd = os.open(path, os.O_RDWR)
     try:
-        os.ftruncate(fd, end)
+        os.ftruncate(fd, last)
         os.fsync(fd)
     finally:
         os.close(fd)

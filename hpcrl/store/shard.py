@@ -16,33 +16,31 @@ from __future__ import annotations
 
 import errno
 import functools
-import io
 import json
-import mmap
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
 from struct import Struct
 from typing import Any
 
-import h5py
 import numpy as np
 from crc32c import crc32c
 from numpy.typing import NDArray
 
-from hpcrl.layout import by_name, publishing
-from hpcrl.store.pack import Buffer, Packer
+from hpcrl.layout import by_name, publishing, write_at
+from hpcrl.store.pack import Packer
 from hpcrl.store.records import COLUMNS, GENERATED, LENGTH, Kind, NewerError, Record, filler, from_json
-from hpcrl.store.rows import STEPS, Row, Table, generated, table, text
+from hpcrl.store.rows import STEPS, Buffer, Row, Table, generated, table, text
+from hpcrl.store.skeleton import dtype_of, lay_out
 from hpcrl.types import StoreError
 
 SCHEMA = 3  # 2: logprobs, versions and sampled as long as ids; 1: no CONTENT, headers in text/meta were all ASCII
 MAGIC = b"hpcrlshd"
 _HEAD = Struct("<8sII")  # magic, bytes of the user block, bytes of the JSON
 _CRC = Struct("<I")
-_IOV_MAX = 1000
+_PIECE_BYTES = 1 << 20  # read at a time
 SEGMENTS = {"name": "S", "uid": "S", "node": "S", "number": "<i8", "records": "<i8"}
 Source = Mapping[str, Any]  # a segment: the fields of SEGMENTS
 PATHS = {**{name: f"tokens/{name}" for name in COLUMNS}, "meta": "text/meta"}
@@ -82,14 +80,14 @@ def write_shard(
     while block < _HEAD.size + _CRC.size + len(json.dumps(head)):
         block *= 2
     with publishing(path) as temporary:
-        skeleton = _skeleton(block, places, attrs)
+        skeleton = lay_out(block, places, {"schema": SCHEMA, **attrs})
         fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
         try:
             os.ftruncate(fd, skeleton.size)
             for offset, data in skeleton.written:
-                _write_at(fd, offset, [data])
+                write_at(fd, offset, [data])
             for name, pieces in columns.items():
-                _write_at(fd, places[name][0], pieces)
+                write_at(fd, places[name][0], pieces)
             with ThreadPoolExecutor(1) as disk:
                 synced = disk.submit(os.fdatasync, fd)  # while we go through it all
                 tables["steps"] = packer.steps(tables["trajectories"])
@@ -100,87 +98,16 @@ def write_shard(
                 }.items():  # not of the file: a write may be lost
                     places[name][3] = functools.reduce(lambda crc, piece: crc32c(piece, crc), pieces, 0)
                 for name, pieces in written.items():
-                    _write_at(fd, places[name][0], pieces)
-                with mmap.mmap(fd, 0, access=mmap.ACCESS_READ) as mapped, memoryview(mapped) as view:
-                    head |= {"bytes": len(view), "crc32c": crc32c(view[block:])}
+                    write_at(fd, places[name][0], pieces)
+                head["crc32c"], head["bytes"] = _crc_from(lambda at, size: by_name(os.pread, fd, size, at), block)
                 synced.result()
             body = json.dumps(head).encode()
             whole = (_HEAD.pack(MAGIC, block, len(body)) + body).ljust(block - _CRC.size, b"\0")
-            _write_at(fd, 0, [whole + _CRC.pack(crc32c(whole))])
+            write_at(fd, 0, [whole + _CRC.pack(crc32c(whole))])
         finally:
             os.close(fd)
         before_publishing()
     return len(packer)
-
-
-class _Skeleton(io.RawIOBase):
-    """The file that HDF5 writes, in memory: what it says of datasets, without their content.
-
-    HDF5 itself writes to no disk: where a write fails, as on a full one, it crashes the process sooner or later
-    (h5py/h5py#914, closed as a bug of HDF5's; seen with HDF5 2.0).
-    """
-
-    def __init__(self) -> None:
-        self.written: list[tuple[int, bytes]] = []
-        self.size = self._at = 0
-
-    def write(self, data: Any) -> int:
-        self.written.append((self._at, bytes(data)))
-        self._at += len(data)
-        self.size = max(self.size, self._at)
-        return len(data)
-
-    def readinto(self, buffer: Any) -> int:
-        found = bytearray(len(buffer))
-        for offset, data in self.written:
-            start, stop = max(offset, self._at), min(offset + len(data), self._at + len(found))
-            if start < stop:
-                found[start - self._at : stop - self._at] = data[start - offset : stop - offset]
-        buffer[:] = found
-        self._at += len(found)
-        return len(found)
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self.size}[whence]
-        return self._at
-
-    def tell(self) -> int:
-        return self._at
-
-    def truncate(self, size: int | None = None) -> int:
-        self.size = self._at if size is None else size
-        return self.size
-
-
-def _skeleton(block: int, places: Mapping[str, list[Any]], attrs: Mapping[str, Any]) -> _Skeleton:
-    """An HDF5 file with room for every dataset, each in one piece; fills in where they lie."""
-    links = h5py.h5p.create(h5py.h5p.LINK_CREATE)
-    links.set_create_intermediate_group(True)
-    layout = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
-    layout.set_layout(h5py.h5d.CONTIGUOUS)
-    layout.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
-    layout.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
-    made = _Skeleton()
-    with h5py.File(made, "w", userblock_size=block) as file:
-        file.attrs.update({"schema": SCHEMA, **attrs})
-        for name, place in places.items():
-            kind = h5py.h5t.py_create(np.dtype(_tuples(place[2])), logical=True)
-            space = h5py.h5s.create_simple((place[1],))
-            dataset = h5py.h5d.create(file.id, name.encode(), kind, space, layout, lcpl=links)
-            place[0] = dataset.get_offset() if place[1] else 0
-    return made
-
-
-def _write_at(fd: int, offset: int, pieces: Sequence[Buffer]) -> None:
-    for start in range(0, len(pieces), _IOV_MAX):
-        batch = list(pieces[start : start + _IOV_MAX])  # of bytes each, so that len says how many
-        while batch:
-            written = os.pwritev(fd, batch, offset)
-            offset += written
-            while batch and written >= len(batch[0]):
-                written -= len(batch.pop(0))
-            if batch:
-                batch[0] = batch[0][written:]
 
 
 # ---- reading ------------------------------------------------------------------------------------------------------
@@ -273,13 +200,15 @@ class Shard:
         found: list[int] = self.sources["number"].tolist()
         return found
 
-    def tokens(self, steps: Table) -> dict[str, NDArray[Any]]:
+    def tokens(self, steps: Table, names: Collection[str] = COLUMNS) -> dict[str, NDArray[Any]]:
         """The token columns, [T] each, of rows of `steps` whose tokens lie side by side; each row's checked."""
         counts: list[int] = steps["num_tokens"].tolist()
         start, lengths = generated(steps)
-        found = {"ids": self._slices("ids", int(steps["token_start"][0]), counts, steps["crc_ids"].tolist())}
+        found: dict[str, NDArray[Any]] = {}
+        if "ids" in names:
+            found["ids"] = self._slices("ids", int(steps["token_start"][0]), counts, steps["crc_ids"].tolist())
         sizes = lengths.tolist()
-        for name in GENERATED:
+        for name in [name for name in GENERATED if name in names]:
             part = self._slices(name, int(start[0]), sizes, steps[f"crc_{name}"].tolist())
             found[name] = part if sizes == counts else _spread(part, sizes, counts, name)
         return found
@@ -292,6 +221,8 @@ class Shard:
     def _slices(self, name: str, start: int, counts: Sequence[int], crcs: Sequence[int]) -> NDArray[Any]:
         offset, _, dtype, _ = self._places[PATHS[name]]
         width = dtype.itemsize
+        if not any(counts):
+            return np.empty(0, dtype)
         data = self._pread(offset + start * width, sum(counts) * width)
         view, at = memoryview(data), 0
         for count, crc in zip(counts, crcs, strict=True):
@@ -321,19 +252,15 @@ class Shard:
     def _ahead(self, offset: int, size: int) -> None:
         if self._fd < 0:
             self._fd = by_name(os.open, self.path, os.O_RDONLY)
-        os.posix_fadvise(self._fd, offset, size, os.POSIX_FADV_WILLNEED)
-
-    def header(self, row: int) -> dict[str, Any]:
-        """The header of a row (kind, …, meta), without its tokens."""
-        found: dict[str, Any] = from_json(self.meta(self._one(row)))
-        return found
+        if size:  # 0 would mean: to the end of the file
+            os.posix_fadvise(self._fd, offset, size, os.POSIX_FADV_WILLNEED)
 
     def record(self, row: int) -> Record:
         """Raises StoreError naming the file when a checksum differs."""
         step = self._one(row)
         head = self.meta(step)
         present = from_json(head)["arrays"]
-        tokens = self.tokens(step) if present else {}
+        tokens = self.tokens(step, present) if present else {}
         arrays = [tokens[name].tobytes() for name in COLUMNS if name in present]
         return Record.decode(b"".join((LENGTH.pack(len(head)), head, *arrays)), step["hash"][0].decode())
 
@@ -344,13 +271,7 @@ class Shard:
 
     def check(self) -> None:
         """Read every byte. Raises StoreError when any is not what was written."""
-        with (
-            by_name(self.path.open, "rb") as file,
-            mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data,
-        ):
-            size = len(data)
-            with memoryview(data) as view:
-                crc = crc32c(view[self._block :])
+        crc, size = _crc_from(self._pread, self._block)
         if size != self.directory["bytes"] or crc != self.directory["crc32c"]:
             for name in self._places:
                 self.whole(name)
@@ -369,6 +290,18 @@ class Shard:
         raise AssertionError
 
 
+def _crc_from(pread: Callable[[int, int], bytes], at: int) -> tuple[int, int]:
+    """The CRC of a file from byte `at` on, and its size. `pread`: offset, size -> bytes.
+
+    Not through a mapping: there, what the disk can't read, or another node cuts off, ends the process (SIGBUS).
+    """
+    crc = 0
+    while piece := pread(at, _PIECE_BYTES):
+        crc = crc32c(piece, crc)
+        at += len(piece)
+    return crc, at
+
+
 Places = dict[str, tuple[int, int, np.dtype[Any], int]]  # of datasets: offset, count, dtype, CRC
 
 
@@ -383,9 +316,7 @@ def parse_directory(path: Path, start: bytes) -> tuple[dict[str, Any], Places]:
     if directory["schema"] > SCHEMA:
         raise NewerError(f"{path}: schema {directory['schema']}; this hpcrl reads up to {SCHEMA}: use a newer one")
     found = directory["datasets"].items()
-    return directory, {
-        name: (offset, count, np.dtype(_tuples(descr)), crc) for name, (offset, count, descr, crc) in found
-    }
+    return directory, {name: (offset, count, dtype_of(descr), crc) for name, (offset, count, descr, crc) in found}
 
 
 def _spread(part: NDArray[Any], lengths: Sequence[int], counts: Sequence[int], name: str) -> NDArray[Any]:
@@ -404,10 +335,6 @@ def _array(data: bytes, dtype: np.dtype[Any]) -> NDArray[Any]:
 
 def _descr(dtype: np.dtype[Any]) -> Any:
     return dtype.descr if dtype.names else dtype.str
-
-
-def _tuples(descr: Any) -> Any:
-    return [(name, dtype) for name, dtype in descr] if isinstance(descr, list) else descr
 
 
 def sources_of(path: Path) -> set[str]:

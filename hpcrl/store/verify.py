@@ -7,20 +7,23 @@ hash, and the fields that it must have.
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from hpcrl.layout import RunPaths, read_json
+from hpcrl.layout import RunPaths, is_unreadable, read_json
 from hpcrl.store.compact import shards
 from hpcrl.store.index import Store
 from hpcrl.store.ledger import entries, lineage, trained_twice
-from hpcrl.store.records import CHAINED, missing, named
+from hpcrl.store.records import CHAINED, REQUIRED, REQUIRED_WITHIN, Record, named
 from hpcrl.store.rows import Row
+from hpcrl.store.seal import how_to_close, ownerless
 from hpcrl.store.segment import CLOSED, OPEN, segments
 from hpcrl.store.shard import Shard
 from hpcrl.types import StoreError
 
 _SHOWN = 20  # of each kind of problem
+_Problems = dict[str, list[str]]  # by kind; a defaultdict
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,87 +57,97 @@ class VerifyReport:
 
 def verify(paths: RunPaths, *, deep: bool = False) -> VerifyReport:
     """Compare records, chains, ledger and progress; with `deep`, read every byte of them."""
-    problems: dict[str, list[str]] = {}
-
-    def problem(kind: str, text: str) -> None:
-        problems.setdefault(kind, []).append(text)
-
+    problems: _Problems = defaultdict(list)
+    counts = Counter[str]()
     with Store(paths, open_segments=True) as store:
-        for text in store.damaged.values():
-            problem("damaged", text)
-        for path in shards(paths):
-            try:
-                with Shard(path) as shard:
-                    if deep:
-                        shard.check()
-                    for name in ("rewards", "transitions"):
-                        shard.whole(name)
-            except StoreError as error:
-                if path.name not in store.damaged:
-                    problem("damaged", str(error))
-        prompts, shared = store.prompts(), set[str]()
-        num_records = num_read = trajectories = open_trajectories = orphans = 0
-        for trajectory in ("", *store.names()):
-            try:
-                rows = store.rows(trajectory)
-                info = store.info(trajectory) if trajectory else None
-            except StoreError as error:
-                problem("damaged", str(error))
-                continue
-            shared = shared if trajectory else set(rows)
-            num_records += len(rows)
-            if info is not None:
-                trajectories += 1
-                open_trajectories += info.status == "open"
-                orphans += info.num_orphans
-            for row in rows.values():
-                label = f"{row.kind.name} {row.hash} of {trajectory or 'all'}"
-                if deep:
-                    num_read += 1
-                    for kind, text in _read(store, trajectory, row, label, shared):
-                        problem(kind, text)
-                for name, hash, known in (("parent", row.parent, rows), ("root", row.root, prompts)):
-                    if hash and hash not in known:
-                        problem("parents", f"{label}: its {name} {hash} is missing")
-                parent = rows.get(row.parent)
-                together = parent is not None and row.kind in CHAINED and parent.node == row.node
-                if together and parent and (parent.segment, parent.offset) > (row.segment, row.offset):
-                    problem("order", f"{label}: was stored before its parent")
-        ledger, updates = entries(paths), lineage(paths)
-        trained = {trajectory for row in updates for trajectory in row.trajectories} if read_json(paths.pruned) else ()
-        pruned = 0
-        for position, entry in ledger:
-            if entry.trajectory in trained and not store.rows(entry.trajectory):
-                pruned += 1
-            elif not store.complete(entry.trajectory, entry.head):
-                problem("heads", f"ledger {position}: head {entry.head} of {entry.trajectory} is missing")
-    named = {entry.trajectory for _, entry in ledger}
-    for update in updates:
-        for trajectory in sorted({*update.trajectories} - named):
-            problem("unledgered", f"update {update.update}: trained {trajectory}, which no ledger names")
-    for trajectory in trained_twice(updates):
-        problem("twice", f"{trajectory}: trained twice")
+        _files(paths, store, deep, problems)
+        _records(store, deep, problems, counts)
+        _training(paths, store, problems, counts)
     return VerifyReport(
         shards=len(shards(paths)),
         segments=len(segments(paths.log, CLOSED)) + len(segments(paths.log, OPEN)),
-        records=num_records,
-        records_read=num_read,
-        trajectories=trajectories,
-        open_trajectories=open_trajectories,
-        orphans=orphans,
-        damaged=len(problems.get("damaged", ())),
-        missing_contents=len(problems.get("contents", ())),
-        missing_parents=len(problems.get("parents", ())),
-        out_of_order=len(problems.get("order", ())),
-        lacking_fields=len(problems.get("lacking", ())),
-        ledger_entries=len(ledger),
-        ledger_heads_missing=len(problems.get("heads", ())),
-        ledger_heads_pruned=pruned,
-        trained_unledgered=len(problems.get("unledgered", ())),
-        updates=sum(bool(row.trajectories) for row in updates),
-        trained_twice=len(problems.get("twice", ())),
+        records=counts["records"],
+        records_read=counts["read"],
+        trajectories=counts["trajectories"],
+        open_trajectories=counts["open"],
+        orphans=counts["orphans"],
+        damaged=len(problems["damaged"]),
+        missing_contents=len(problems["contents"]),
+        missing_parents=len(problems["parents"]),
+        out_of_order=len(problems["order"]),
+        lacking_fields=len(problems["lacking"]),
+        ledger_entries=counts["ledger"],
+        ledger_heads_missing=len(problems["heads"]),
+        ledger_heads_pruned=counts["pruned"],
+        trained_unledgered=len(problems["unledgered"]),
+        updates=counts["updates"],
+        trained_twice=len(problems["twice"]),
         problems=tuple(text for texts in problems.values() for text in texts[:_SHOWN]),
     )
+
+
+def _files(paths: RunPaths, store: Store, deep: bool, problems: _Problems) -> None:
+    for text in store.damaged.values():
+        problems["damaged"].append(text)
+    problems["damaged"] += [how_to_close(path) for path in ownerless(paths)]
+    for path in shards(paths):
+        try:
+            with Shard(path) as shard:
+                if deep:
+                    shard.check()
+                for name in ("rewards", "transitions"):
+                    shard.whole(name)
+        except (StoreError, OSError) as error:
+            if isinstance(error, OSError) and not is_unreadable(error):
+                raise
+            if path.name not in store.damaged:
+                problems["damaged"].append(str(error))
+
+
+def _records(store: Store, deep: bool, problems: _Problems, counts: Counter[str]) -> None:
+    prompts, shared = store.prompts(), set[str]()
+    for trajectory in ("", *store.names()):
+        try:
+            rows = store.rows(trajectory)
+            info = store.info(trajectory) if trajectory else None
+        except StoreError as error:
+            problems["damaged"].append(str(error))
+            continue
+        shared = shared if trajectory else set(rows)
+        counts["records"] += len(rows)
+        if info is not None:
+            counts.update(trajectories=1, open=info.status == "open", orphans=info.num_orphans)
+        for row in rows.values():
+            label = f"{row.kind.name} {row.hash} of {trajectory or 'all'}"
+            if deep:
+                counts["read"] += 1
+                for kind, text in _read(store, trajectory, row, label, shared):
+                    problems[kind].append(text)
+            for name, hash, known in (("parent", row.parent, rows), ("root", row.root, prompts)):
+                if hash and hash not in known:
+                    problems["parents"].append(f"{label}: its {name} {hash} is missing")
+            parent = rows.get(row.parent)
+            together = parent is not None and row.kind in CHAINED and parent.node == row.node
+            if together and parent and (parent.segment, parent.offset) > (row.segment, row.offset):
+                problems["order"].append(f"{label}: was stored before its parent")
+
+
+def _training(paths: RunPaths, store: Store, problems: _Problems, counts: Counter[str]) -> None:
+    """What was trained, against what is there."""
+    ledger, updates = entries(paths), lineage(paths)
+    trained = {trajectory for row in updates for trajectory in row.trajectories} if read_json(paths.pruned) else ()
+    for position, entry in ledger:
+        if entry.trajectory in trained and not store.rows(entry.trajectory):
+            counts["pruned"] += 1
+        elif not store.complete(entry.trajectory, entry.head):
+            problems["heads"].append(f"ledger {position}: head {entry.head} of {entry.trajectory} is missing")
+    ledgered = {entry.trajectory for _, entry in ledger}
+    for update in updates:
+        for trajectory in sorted({*update.trajectories} - ledgered):
+            problems["unledgered"].append(f"update {update.update}: trained {trajectory}, which no ledger names")
+    for trajectory in trained_twice(updates):
+        problems["twice"].append(f"{trajectory}: trained twice")
+    counts.update(ledger=len(ledger), updates=sum(bool(row.trajectories) for row in updates))
 
 
 def _read(store: Store, trajectory: str, row: Row, label: str, shared: set[str]) -> Iterator[tuple[str, str]]:
@@ -151,3 +164,13 @@ def _read(store: Store, trajectory: str, row: Row, label: str, shared: set[str])
     for hash in named(record.meta):
         if hash[:32] not in shared:
             yield "contents", f"{label}: the content {hash} that it names is missing"
+
+
+def missing(record: Record) -> list[str]:
+    """The required fields that a record lacks, as `key` or `key[3].within`."""
+    lacking = [key for key in REQUIRED[record.kind] if key not in record.meta]
+    for (kind, key), within in REQUIRED_WITHIN.items():
+        if kind is record.kind:
+            for index, row in enumerate(record.meta.get(key) or ()):
+                lacking += [f"{key}[{index}].{name}" for name in within if name not in row]
+    return lacking

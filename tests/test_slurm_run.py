@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import os
+import shutil
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from distributed.comm import connect
+from distributed.security import Security
 from drill_parts import ROLES, Drill, pids
 from slurm_parts import TESTBED, Slurm, until
 
 from hpcrl.layout import read_json
+from hpcrl.workers.guest import security
 
 pytestmark = pytest.mark.slurm
 
@@ -21,13 +29,16 @@ STOPPED_S = 330.0  # longer than every patience of a drill's run: control_timeou
 
 
 @pytest.fixture(scope="module")
-def drill(slurm: Slurm, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Drill]:
+def drill(slurm: Slurm, tiny_model: Path) -> Iterator[Drill]:
     """One run that all drills are done to; at its end it is stopped, verified, and nothing of it is left."""
-    made = Drill(slurm, tmp_path_factory.mktemp("drill"), model=tiny_model)
+    folder = Path(tempfile.mkdtemp(prefix="drill"))
+    folder.chmod(0o755)  # others may enter: what they can't read is so by our doing
+    made = Drill(slurm, folder, model=tiny_model)
     until(made.is_whole, 180)
     made.goes_on()
     yield made
     made.stop()
+    shutil.rmtree(folder)
 
 
 @pytest.fixture(autouse=True)
@@ -97,6 +108,75 @@ def test_a_pool_grows_and_shrinks_while_it_runs(drill: Drill) -> None:
         until(lambda: newest not in [job["id"] for job in drill.jobs("rollout")], 120)
     said = drill.hpcrl("logs", drill.run, "rollout", "--lines", 200)
     assert "leaving: trajectories move at their next step" in said.stdout
+
+
+STRANGER = """
+import asyncio, json, os, sys, tempfile
+from pathlib import Path
+from distributed import Client
+from distributed.comm import connect
+from distributed.security import Security
+
+run, private, addresses = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:]
+mine = Security.temporary()
+os.setgroups([])
+os.setgid(65534)
+os.setuid(65534)
+found = {"uid": os.getuid()}
+
+def trying(name, call):
+    try:
+        found[name] = f"got {call()!r}"[:200]
+    except Exception as error:
+        found[name] = type(error).__name__
+
+trying("config", lambda: (run / "config.json").read_bytes())
+trying("key", lambda: (run / "control" / "tls" / "key.pem").read_bytes())
+trying("inbox", lambda: (run / "control" / "inbox" / "stop.json").write_text("{}"))
+trying("sockets", lambda: os.listdir(private))
+
+async def ask(address, secure):
+    arguments = secure.get_connection_args("client") if secure else {}
+    comm = await asyncio.wait_for(connect(address, timeout=5, **arguments), 10)
+    await comm.write({"op": "identity", "reply": True})
+    return await asyncio.wait_for(comm.read(), 5)
+
+for number, address in enumerate(addresses):
+    trying(f"{number} with its own certificate", lambda: asyncio.run(ask(address, mine)))
+    trying(f"{number} in the clear", lambda: asyncio.run(ask(address.replace("tls://", "tcp://"), None)))
+print(json.dumps(found))
+"""
+
+
+def test_a_stranger_on_the_machine_reaches_nothing(drill: Drill) -> None:
+    """Another uid, on the network that the nodes are on."""
+    scheduler = read_json(drill.paths.scheduler)
+    assert scheduler is not None
+    workers = [row for row in listeners(drill) if row != scheduler["address"]]
+    assert workers, "hosts and sandbox nodes listen"
+    addresses = (scheduler["address"], *workers[:3])
+    said = drill.slurm.ask(sys.executable, "-c", STRANGER, drill.run, drill.paths.private(), *addresses)
+    found = json.loads(said.splitlines()[-1])
+    assert found.pop("uid") == 65534
+    assert found.pop("config").startswith("got"), "it may look around in the run folder, where the umask lets it"
+    assert {name: error for name, error in found.items() if error.startswith("got")} == {}
+    assert (found["key"], found["inbox"], found["sockets"]) == ("PermissionError",) * 3
+    ours = security(drill.paths)  # and the run's own certificate opens the same door
+    assert asyncio.run(identity(scheduler["address"], ours))["type"] == "Scheduler"
+
+
+async def identity(address: str, secure: Security) -> dict[str, Any]:
+    comm = await connect(address, **secure.get_connection_args("client"))
+    await comm.write({"op": "identity", "reply": True})
+    answer: dict[str, Any] = await comm.read()
+    await comm.close()
+    return answer
+
+
+def listeners(drill: Drill) -> list[str]:
+    """Addresses at which hosts and sandbox nodes say that they have joined or are to be reached."""
+    found = asyncio.run(identity(read_json(drill.paths.scheduler)["address"], security(drill.paths)))  # type: ignore[index]
+    return list(found["workers"])
 
 
 @pytest.mark.slow

@@ -336,6 +336,14 @@ def watch_to_end(paths: RunPaths, settings: Config) -> int:
                 view.say("stopping: trajectories in flight are parked, the store is sealed …")
             time.sleep(WATCH_S)
             if not look.alive and read_json(paths.stopped) is None:
+                latest = launch.newest(paths, "control")
+                if latest is not None and latest.key != job.key:  # it handed over
+                    job, look = latest, LookAt(latest, settings)
+                    continue
+                if look.name == "CANCELLED":
+                    what = f"`hpcrl stop {paths.root}` ends the other jobs, `hpcrl resume {paths.root}` goes on"
+                    print(f"hpcrl: job {job.id}, control, was cancelled; {what}", file=sys.stderr)
+                    return 1
                 if full := disk_full(paths):
                     end_jobs(paths)
                     return fail(full)
@@ -393,13 +401,15 @@ class LookAt:
     def __init__(self, job: launch.Job, settings: Config) -> None:
         self._job, self._every_s = job, 0.0 if job.executor == "local" else settings.launch.look_s
         self._alive, self._looked = True, 0.0
+        self.name = ""  # of its state, as the executor has it
 
     @property
     def alive(self) -> bool:
         if self._alive and time.monotonic() - self._looked > self._every_s:
             self._looked = time.monotonic()
             with contextlib.suppress(launch.SlurmError):
-                self._alive = launch.alive(self._job)
+                state = launch.look([self._job])[self._job.key]
+                self._alive, self.name = state.alive, state.name
         return self._alive
 
 

@@ -137,7 +137,9 @@ def _time(value: object) -> str:
 
 
 Memory = Annotated[str, Field(pattern=r"^(\d+[KMGT]?)?$")]
-Line = Annotated[str, Field(pattern=r"^[^\n]*$")]
+Line = Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f]*$")]
+Directive = Annotated[str, Field(pattern=r"^--[a-z][^\x00-\x1f\x7f]*$")]
+OURS = ("array", "output", "error", "job-name", "wrap", "chdir", "dependency", "parsable", "test-only")  # of directives
 
 
 class Slurm(Table):
@@ -159,7 +161,7 @@ class Slurm(Table):
     requeue: bool = True
     modules: tuple[Line, ...] = Field(default=(), strict=False)  # to load
     setup: tuple[Line, ...] = Field(default=(), strict=False)  # lines of the script, before Python starts
-    directives: tuple[Annotated[str, Field(pattern=r"^--[a-z][^\n]*$")], ...] = Field(default=(), strict=False)
+    directives: tuple[Directive, ...] = Field(default=(), strict=False)  # more of sbatch's options: "--key=value"
     container: Line = ""  # image in which Python runs
     container_runtime: Literal["apptainer", "singularity", "pyxis"] = "apptainer"
     container_python: Line = "python3"
@@ -168,6 +170,11 @@ class Slurm(Table):
     def _one_memory(self) -> Slurm:
         if self.memory and self.memory_per_cpu:
             raise ValueError("memory and memory_per_cpu exclude each other")
+        if self.signal_s >= min(seconds_of(self.time), 65536):
+            raise ValueError(f"signal_s ({self.signal_s}) must be less than time ({self.time}), and than 65536")
+        for line in self.directives:
+            if line.removeprefix("--").partition("=")[0] in OURS:
+                raise ValueError(f"directives: {line!r} can't be given, it is hpcrl's to set")
         return self
 
 
@@ -504,6 +511,11 @@ def _apply(tree: dict[str, Any], text: str) -> None:
             rows = [row for row in where if row.get("name") == part]
             if not rows and part.isdigit() and int(part) < len(where):
                 rows = [where[int(part)]]
+            if not rows and len(where) == 1 and path[0] in ("rollout", "sandbox"):  # the only pool: rollout.slurm.qos
+                where = where[0].setdefault(part, {})
+                if not isinstance(where, dict):
+                    raise ConfigError(f"--set {text}: {label} is a value, not a table")
+                continue
             if not rows:
                 names = ", ".join(str(row.get("name")) for row in where)
                 raise ConfigError(f"--set {text}: there is no {label}; there are: {names}")

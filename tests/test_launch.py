@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -91,6 +93,9 @@ def test_a_container_and_lines_of_a_sites_own(tmp_path: Path) -> None:
         ('[control]\nslurm = {memory = "4 GB"}', "control.slurm.memory: "),
         ('[slurm]\nmemory = "4G"\nmemory_per_cpu = "1G"', "memory and memory_per_cpu exclude each other"),
         ('[slurm]\ndirectives = ["-p gpu"]', "slurm.directives"),
+        ('[slurm]\ndirectives = ["--array=0-9"]', "'--array=0-9' can't be given, it is hpcrl's to set"),
+        ("[slurm]\ntime = 1\nsignal_s = 60", "signal_s (60) must be less than time (1)"),
+        ('[slurm]\naccount = "a\\rb"', "slurm.account"),
         ("[learner]\nranks = 3\nnodes = 2", "ranks (3) must be a multiple of nodes (2)"),
         ('[launch]\nexecutor = "slurm"\n[learner]\ngpus = 1', "launch.gpu_hours: is 0; jobs that follow one another"),
         ('[[rollout]]\nname = "r"\nengines = 0\n[evaluation]\ntasks = 3', "rollout: no pool has engines"),
@@ -104,6 +109,22 @@ def test_what_is_refused(text: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         config.load(path)
     assert message in str(caught.value)
+
+
+def test_names_that_break_out_of_a_script_are_refused(tmp_path: Path) -> None:
+    for name in ("a\ntouch b", "b%j"):
+        done = hpcrl("train", ROOT / "configs" / "cluster.toml", "--dry-run", "--run", tmp_path / name)
+        assert done.returncode == 2 and "can't have %" in done.stderr and not done.stdout
+    text = '[launch]\nexecutor = "slurm"\n[slurm]\nmodules = ["cuda; touch b", "$(id)"]\ngres = "gpu:{gpus.x}"\n'
+    made = slurm.script(RunPaths(tmp_path), load(tmp_path, text), "rollout", 0)
+    assert "module load 'cuda; touch b'" in made and "module load '$(id)'" in made
+
+
+def test_the_only_pool_needs_no_name(tmp_path: Path) -> None:
+    settings = load(tmp_path, "", "rollout.slurm.qos=high", "sandbox.slurm.cpus=3", "sandbox.jobs=2")
+    assert settings.slurm_of("rollout", 0).qos == "high" and settings.slurm_of("sandbox", 1).cpus == 3
+    with pytest.raises(ConfigError, match=r"unknown key 'rollout.*qs'"):
+        load(tmp_path, "", "rollout.slurm.qs=high")
 
 
 @pytest.mark.parametrize(
@@ -152,14 +173,16 @@ def test_one_question_for_all_jobs_and_none_is_taken_for_dead_without_an_answer(
     command: Callable[[str, str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SQUEUE_FORMAT", "%A")  # a user's own
-    calls = command("squeue", 'test -z "$SQUEUE_FORMAT" && echo "100|RUNNING|1:00|n1|None"')
+    monkeypatch.setenv("SLURM_CLUSTERS", "another")
+    calls = command("squeue", 'test -z "$SQUEUE_FORMAT$SLURM_CLUSTERS" && echo "100|RUNNING|1:00|n1|None"')
     found = look(jobs(200))
-    assert len(calls.read_text().splitlines()) == 1
+    (asked,) = calls.read_text().splitlines()
+    assert "--me" not in asked and ",".join(sorted(str(100 + index) for index in range(200))) in asked
     assert [key for key, state in found.items() if state.alive] == ["100"]
     monkeypatch.setattr(slurm, "ANSWER_S", 0.2)
     monkeypatch.setattr(slurm.time, "sleep", lambda seconds: None)
     calls = command("squeue", "exec sleep 30")
-    with pytest.raises(SlurmError, match=r"squeue .*: no answer for 0.2 s"):
+    with pytest.raises(SlurmError, match=r"squeue: no answer for 0.2 s"):
         look(jobs(1))
     assert len(calls.read_text().splitlines()) == 1 + slurm.TRIES
     command("squeue", "echo 'slurm_load_jobs error: Unable to contact slurm controller' >&2; exit 1")
@@ -168,6 +191,42 @@ def test_one_question_for_all_jobs_and_none_is_taken_for_dead_without_an_answer(
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(SlurmError, match="squeue: not found on PATH"):
         ask("squeue")
+
+
+def test_jobs_that_slurm_has_forgotten_are_gone_and_garbage_is_no_answer(
+    command: Callable[[str, str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slurm.time, "sleep", lambda seconds: None)
+    command("squeue", "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1")
+    assert [state.alive for state in look(jobs(1)).values()] == [False]
+    for garbage in ("100", "100|RUNNING", "100|RUNNING|1:00|n"):
+        command("squeue", f"echo '{garbage}'")
+        with pytest.raises(SlurmError, match="can't read"):
+            look(jobs(1))
+    command("squeue", r"printf '7|RUNNING|1:00|\xff\xfe|x\n100|RUNNING|1:00|n\xff|x\n'")
+    assert look(jobs(1))["100"].alive
+    command("scancel", "echo 'scancel: error: Kill job error on job id 100: Invalid job id specified' >&2; exit 1")
+    launch.send(jobs(1), signal.SIGKILL)
+    command("scancel", "echo 'Unable to contact slurm controller' >&2; exit 1")
+    with pytest.raises(SlurmError, match="Unable to contact"):
+        launch.send(jobs(1), signal.SIGKILL)
+
+
+def test_a_run_at_rest_needs_no_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    paths = RunPaths(tmp_path / "run")
+    paths.root.mkdir()
+    paths.make()
+    paths.config.write_text(config.dump(load(tmp_path, '[launch]\nexecutor = "slurm"\n')))
+    for job in jobs(2):
+        launch.record(paths, "submitted", **asdict(job))
+    for words in (("store", "repair"), ("stop",)):
+        asked = hpcrl(*words, paths.root)
+        assert asked.returncode == 2 and "squeue: not found on PATH" in asked.stderr
+    paths.stopped.write_text('{"outcome": "done", "wall": 1.0}')
+    assert hpcrl("store", "repair", paths.root).returncode == 0
+    said = hpcrl("status", paths.root)
+    assert said.returncode == 0 and "squeue" not in said.stdout
 
 
 async def test_a_fleet_leaves_its_jobs_alone_while_slurm_is_away(

@@ -34,7 +34,7 @@ def drill(slurm: Slurm, tiny_model: Path) -> Iterator[Drill]:
     folder = Path(tempfile.mkdtemp(prefix="drill"))
     folder.chmod(0o755)  # others may enter: what they can't read is so by our doing
     made = Drill(slurm, folder, model=tiny_model)
-    until(made.is_whole, 180)
+    until(made.is_whole, 300)
     made.goes_on()
     yield made
     made.stop()
@@ -63,7 +63,7 @@ def test_control_that_is_told_of_its_end_hands_over(drill: Drill) -> None:
     before = drill.jobs("control")[0]["id"], drill.jobs("rollout"), drill.status()["incarnation"]
     with drill.drill("USR2 to control"):
         drill.slurm.ask("scancel", "--signal=USR2", before[0])
-        until(lambda: drill.status()["incarnation"] > before[2])
+        until(lambda: drill.status()["incarnation"] > before[2], 240)
     assert drill.jobs("control")[0]["id"] != before[0]
     assert drill.jobs("rollout") == before[1], "they carried on"
 

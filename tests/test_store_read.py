@@ -10,6 +10,7 @@ import random
 import shutil
 import time
 from pathlib import Path
+from typing import Any
 
 import h5py
 import numpy as np
@@ -489,3 +490,58 @@ async def test_the_format_page_names_every_field_and_its_example_runs(
     monkeypatch.chdir(tmp_path)
     exec(page.split("```python\n")[1].split("```")[0], {})
     assert capsys.readouterr().out.startswith("a 0 -0.3")
+
+
+async def test_an_ended_trajectory_that_lost_a_record_is_not_read_as_a_shorter_one(tmp_path: Path) -> None:
+    paths = run_folder(tmp_path)
+    records = trajectory("a", steps=3)
+    lost = [record for record in records if record.kind is Kind.ACT][1]
+    await write(paths, [record for record in records if record is not lost])
+    compact(paths)
+    with Store(paths) as store:
+        for read in (store.trajectory, lambda name: store.batch([name])):
+            with pytest.raises(StoreError, match="records of 'a', which has ended, are lost"):
+                read("a")
+        assert len(store.records("a")) == len(records) - 2  # all but the prompt, which is nobody's, and the lost one
+
+
+@pytest.mark.parametrize(
+    ("kind", "odd"),
+    [
+        (Kind.ADOPT, {"task": {"environment": "e", "payload": {}, "kind": "k", "of_tomorrow": 1}}),
+        (Kind.ADOPT, {"task": {"environment": "e"}}),
+        (Kind.ADOPT, {"task": "t"}),
+        (Kind.END, {"num_steps": 2**70}),
+        (Kind.END, {"num_steps": "x", "num_tokens": None}),
+        (Kind.END, {"rewards": [1]}),
+        (Kind.END, {"fault": "boom"}),
+    ],
+)
+async def test_what_makes_no_sense_in_one_record_keeps_no_other_from_being_read(
+    tmp_path: Path, kind: Kind, odd: dict[str, Any]
+) -> None:
+    paths = run_folder(tmp_path)
+    strange = []
+    for record in trajectory("odd"):
+        meta = {**record.meta, **odd} if record.kind is kind else record.meta
+        strange.append(dataclasses.replace(record, meta=meta))
+    await write(paths, [*strange, *trajectory("a")])
+    for _ in range(2):  # in a segment, in a shard
+        with Store(paths) as store:
+            table = store.query().set_index("trajectory")
+            assert table.loc["a", "status"] == "COMPLETED" and set(table.index) == {"a", "odd"}
+            assert store.trajectory("a").reward == 1.0
+        assert not compact(paths).damaged
+
+
+@pytest.mark.parametrize("size", [0, 1, 2, 3, 15, 1 << 31])
+async def test_a_user_block_of_an_impossible_size_is_damage(tmp_path: Path, size: int) -> None:
+    paths = run_folder(tmp_path)
+    await write(paths, trajectory("a"))
+    compact(paths)
+    (path,) = shards(paths)
+    data = bytearray(path.read_bytes())
+    data[8:12] = size.to_bytes(4, "little")
+    path.write_bytes(data)
+    with pytest.raises(StoreError, match=r"000001\.h5: damaged"):
+        Shard(path)

@@ -32,6 +32,8 @@ def fail(message: str) -> int:
 
 def refuse_running(paths: RunPaths) -> None:
     """Raises ConfigError while any job of the run lives."""
+    if launch.at_rest(paths):
+        return
     alive = [f"{job.role}-{job.index} (job {job.id})" for job in launch.living(paths)]
     if alive:
         raise ConfigError(f"{paths.root}: is running: {', '.join(alive)}; `hpcrl stop {paths.root}` first")

@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import json
 import os
+import re
 import shutil
 import signal
 import sys
@@ -25,6 +26,7 @@ from hpcrl.types import ConfigError
 
 WATCH_S = 0.5
 STOP_S = 600.0  # that `hpcrl stop` waits for a control that winds down
+LOGS = (*launch.ROLES, "host")
 RESERVE_BYTES = 4 << 20  # kept aside in the run folder, so that a full disk can still be reported
 
 app = typer.Typer()
@@ -41,10 +43,14 @@ def train(
     """Start a run and watch it to its end. Ctrl-C stops a local one in order, and leaves one of Slurm's jobs alone;
     `hpcrl resume` continues a stopped one."""
     settings = config.load(file, sets or ())
+    check_detach(settings, detach)
+    if settings.launch.executor != "local" and re.search(r"[%\x00-\x1f\x7f\\]", str((run or Path()).absolute())):
+        raise ConfigError(
+            f"{str(run)!r}: Slurm's file names can't have %, \\ or control characters; give another --run"
+        )
     if dry_run:
         print_scripts(run or Path("runs") / settings.name, settings)
         return
-    check_detach(settings, detach)
     folder = run or Path("runs") / f"{settings.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     if folder.exists():
         is_run = RunPaths(folder).config.exists()
@@ -121,6 +127,10 @@ def stop(run: RunFolder) -> None:
         publish_json(paths.stopped, {"outcome": "stopped", "wall": time.time()})  # it hangs: not to be started again
     left = end_jobs(paths)
     shutil.rmtree(paths.private(), ignore_errors=True)
+    if living := launch.living(paths):
+        names = ", ".join(f"{job.role}-{job.index} (job {job.id})" for job in living)
+        print(f"hpcrl: {run}: still there: {names}", file=sys.stderr)
+        sys.exit(1)
     print(f"{run}: stopped" + (f" ({left} jobs had to be ended by hand)" if left else ""))
 
 
@@ -161,12 +171,15 @@ def logs(
 ) -> None:
     """What a run's processes said last, in the order that they said it."""
     paths = RunPaths.of(run)
+    if role not in ("", *LOGS):
+        raise ConfigError(f"{role}: is no role; there are {', '.join(LOGS)}")
     rows: list[dict[str, Any]] = []
-    for path in paths.logs.glob(f"{role}*.jsonl"):
-        found, _ = read_lines(path, skip_torn=True)
-        rows += found[-lines:]
-    for row in sorted(rows, key=lambda row: float(row.get("time", 0)))[-lines:]:
-        when = time.strftime("%m-%d %H:%M:%S", time.localtime(row.get("time", 0)))
+    for path in paths.logs.glob("*.jsonl"):
+        if path.name.startswith(role):
+            found, _ = read_lines(path, skip_torn=True)
+            rows += [row for row in found[-lines:] if isinstance(row.get("time"), float) and row["time"] < 1e11]
+    for row in sorted(rows, key=lambda row: float(row["time"]))[-lines:]:
+        when = time.strftime("%m-%d %H:%M:%S", time.localtime(row["time"]))
         print(f"{when} {row.get('role')} {row.get('node')} {row.get('level')}: {row.get('message')}")
 
 
@@ -387,6 +400,9 @@ def end_jobs(paths: RunPaths) -> int:
         time.sleep(look_s(paths))
         left = launch.living(paths)
     launch.send(left, signal.SIGKILL)
+    until = time.monotonic() + 60
+    while launch.living(paths) and time.monotonic() < until:  # Slurm's epilogs take a while
+        time.sleep(look_s(paths))
     return len(alive)
 
 
@@ -424,7 +440,8 @@ def full_status(paths: RunPaths) -> dict[str, Any]:
     }
     found = launch.jobs(paths)
     try:
-        states = launch.look(found)
+        ended = {job.key: launch.State(alive=False, name="ENDED") for job in found}
+        states = ended if launch.at_rest(paths) else launch.look(found)
     except launch.SlurmError as error:
         row["trouble"] = str(error)
         states = {job.key: launch.State(alive=True, name="UNKNOWN") for job in found}

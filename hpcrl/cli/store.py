@@ -84,7 +84,7 @@ def query(
     environment: Annotated[list[str] | None, typer.Option(help="The task's environment.")] = None,
     task_kind: Annotated[list[str] | None, typer.Option(help="The task's kind, as its environment calls it.")] = None,
     task: Annotated[list[str] | None, typer.Option(help="The task's id.")] = None,
-    phase: Annotated[list[str] | None, typer.Option(help="The [[phase]] that it served.")] = None,
+    phase: Annotated[list[str] | None, typer.Option(help="The phase that it served.")] = None,
     status: Annotated[list[str] | None, typer.Option(help="COMPLETED, TRUNCATED, FAILED, CANCELLED or open.")] = None,
     fault: Annotated[list[str] | None, typer.Option(help="The cause of the fault that ended it.")] = None,
     since: Annotated[str | None, typer.Option(help="Begun then or later.", metavar="TIME")] = None,
@@ -134,7 +134,7 @@ def seal(
 
     paths = RunPaths.of(run)
     control = launch.newest(paths, "control")
-    if launch.alive(control):
+    if not launch.at_rest(paths) and launch.alive(control):
         were_open, before = segments(paths.log, OPEN), segments(paths.log, CLOSED)
         _ask_to_seal(paths, lambda: launch.alive(control))
         left = [path for path in were_open if path in segments(paths.log, OPEN, anew=True)]

@@ -47,6 +47,11 @@ def living(paths: RunPaths) -> list[Job]:
     return [job for job in found if states[job.key].alive]
 
 
+def at_rest(paths: RunPaths) -> bool:
+    """Whether the run has ended in order, so that Slurm, which may be out of reach, need not be asked."""
+    return "slurm" in {job.executor for job in jobs(paths)[-1:]} and paths.stopped.is_file()
+
+
 def send(jobs: Iterable[Job], number: signal.Signals) -> None:
     """SIGTERM asks the jobs to end, SIGKILL ends them. Raises SlurmError when Slurm doesn't answer."""
     for name, mine in _by_executor(jobs).items():

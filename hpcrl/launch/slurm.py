@@ -41,15 +41,18 @@ _OF_A_JOB = (
     "ROCR_VISIBLE",
     "ZE_AFFINITY",
 )
-_FORMATS = ("SQUEUE_", "SCANCEL_", "SCONTROL_", "SLURM_TIME_FORMAT")  # of a user's own; would change what we read
+# Of a user's own; they would change what we read, or ask another cluster than the one that has our jobs.
+_FORMATS = ("SQUEUE_", "SCANCEL_", "SCONTROL_", "SLURM_TIME_FORMAT", "SLURM_CLUSTERS")
+_NO_SUCH_JOB = "Invalid job id"
 
 
 class SlurmError(HpcrlError):
     """Slurm doesn't answer, or refuses: in its own words."""
 
 
-def ask(*command: str, tries: int = TRIES, check: bool = True) -> str:
-    """What one of Slurm's commands prints. Raises SlurmError when it gives no answer in time, or fails."""
+def ask(*command: str, tries: int = TRIES) -> str:
+    """What one of Slurm's commands prints; "" when it knows none of the jobs that it is asked for. Raises SlurmError
+    when it gives no answer in time, or fails."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(_FORMATS)} | {"LC_ALL": "C"}
     said = ""
     for number in range(tries):
@@ -57,17 +60,19 @@ def ask(*command: str, tries: int = TRIES, check: bool = True) -> str:
             time.sleep(2.0**number)
         try:
             done = subprocess.run(
-                command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=ANSWER_S
-            )
+                command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace",
+                timeout=ANSWER_S,
+            )  # fmt: skip
         except FileNotFoundError as error:
             raise SlurmError(f"{command[0]}: not found on PATH; on a Slurm cluster it is") from error
         except subprocess.TimeoutExpired:
             said = f"no answer for {ANSWER_S:g} s"
             continue
-        if done.returncode == 0 or not check:
+        wrong = [line for line in done.stderr.splitlines() if line.strip() and _NO_SUCH_JOB not in line]
+        if done.returncode == 0 or (_NO_SUCH_JOB in done.stderr and not wrong):
             return done.stdout
-        said = done.stderr.strip() or f"exit code {done.returncode}"
-    raise SlurmError(f"{' '.join(command[:3])}: {said}")
+        said = wrong[-1].strip() if wrong else f"exit code {done.returncode}"
+    raise SlurmError(f"Slurm doesn't answer ({command[0]}: {said})")
 
 
 # ---- how jobs stand -------------------------------------------------------------------------------------------------
@@ -75,17 +80,21 @@ def ask(*command: str, tries: int = TRIES, check: bool = True) -> str:
 
 def look(jobs: Sequence[Job]) -> dict[str, State]:
     """How each job stands. Raises SlurmError when Slurm doesn't say."""
-    found = {row.partition("|")[0]: row for row in ask(*SQUEUE).splitlines()}
+    # By id, whoever asks: what isn't there has ended long ago. Jobs that ended stay for some minutes (MinJobAge).
+    said = ask(*SQUEUE, f"--jobs={','.join(sorted({job.id for job in jobs}))}") if jobs else ""
+    found = {row.partition("|")[0]: row for row in said.splitlines()}
     return {job.key: state_of(found[job.id]) if job.id in found else GONE for job in jobs}
 
 
-# Jobs that ended stay listed for some minutes (MinJobAge). %i may be 12, 12_3 or 12+0.
-SQUEUE = ("squeue", "--me", "--noheader", "--states=all", "--format=%i|%T|%L|%N|%r")
+SQUEUE = ("squeue", "--noheader", "--states=all", "--format=%i|%T|%L|%N|%r")
 
 
 def state_of(row: str) -> State:
-    """A line of squeue's."""
-    _, name, left, node, reason = row.split("|", 4)
+    """A line of squeue's. Raises SlurmError for what is none."""
+    try:
+        _, name, left, node, reason = row.split("|", 4)
+    except ValueError as error:
+        raise SlurmError(f"squeue: can't read {row[:200]!r}; expected five fields between |") from error
     alive = name not in ENDED
     return State(alive=alive, name=name, node=node, reason="" if reason == "None" else reason, left_s=_left(left))
 
@@ -103,10 +112,10 @@ def send(jobs: Sequence[Job], number: signal.Signals) -> None:
     if not ids:
         return
     if number == signal.SIGKILL:
-        ask("scancel", "--quiet", *ids, check=False)
+        ask("scancel", *ids)
         return
-    ask("scancel", "--quiet", "--state=PENDING", *ids, check=False)
-    ask("scancel", "--quiet", f"--signal={number.name.removeprefix('SIG')}", "--state=RUNNING", *ids, check=False)
+    ask("scancel", "--state=PENDING", *ids)
+    ask("scancel", f"--signal={number.name.removeprefix('SIG')}", "--state=RUNNING", *ids)
 
 
 # ---- submitting -----------------------------------------------------------------------------------------------------
@@ -160,9 +169,9 @@ def _executor(paths: RunPaths, config: Config, role: Role, index: int) -> Any:
     python = None
     if asked.container and asked.container_runtime != "pyxis":
         words = (asked.container_runtime, "exec", "--nv", "--bind", str(paths.root), asked.container)
-        python = f"{shlex.join(words)} {asked.container_python}"
+        python = shlex.join((*words, asked.container_python))
     elif asked.container:
-        python = asked.container_python
+        python = shlex.quote(asked.container_python)
     executor = SlurmExecutor(folder=paths.submitit / f"{role}-{index}", python=python)
     executor.update_parameters(**parameters(paths, config, role, index))
     return executor
@@ -189,7 +198,7 @@ def parameters(paths: RunPaths, config: Config, role: Role, index: int) -> dict[
         if value:
             more[flag] = value
     if size["gpus"] and asked.gres:
-        more["gres"] = asked.gres.format(gpus=size["gpus"])
+        more["gres"] = asked.gres.replace("{gpus}", str(size["gpus"]))
     if asked.requeue:
         more["requeue"] = True
     given = {
@@ -206,7 +215,7 @@ def parameters(paths: RunPaths, config: Config, role: Role, index: int) -> dict[
         **({"exclusive": True} if asked.exclusive else {}),
         "signal_delay_s": asked.signal_s,
         "stderr_to_stdout": True,
-        "setup": [*(f"module load {name}" for name in asked.modules), *asked.setup, *_exports()],
+        "setup": [*(f"module load {shlex.quote(name)}" for name in asked.modules), *asked.setup, *_exports()],
         "srun_args": srun_args,
         "additional_parameters": more,
         "wckey": None,  # submitit's own default is one that sites which know their keys refuse

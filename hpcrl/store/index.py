@@ -153,6 +153,12 @@ class Store(Catalog):
             raise StoreError(f"{self._paths.root}: no trajectory {trajectory!r} in the store")
         info = self.info(trajectory)
         assert info is not None
+        last = self._head(trajectory)
+        if last is not None and last.kind is Kind.END and last.hash != head:
+            raise StoreError(
+                f"{self._paths.root}: records of {trajectory!r}, which has ended, are lost or can't be read; "
+                "`Store.records` gives those that can"
+            )
         return self.sequence(trajectory, head, sum(info.rewards.values()) if info.rewards else math.nan)
 
     def batch(self, trajectories: Sequence[str]) -> dict[str, NDArray[Any]]:

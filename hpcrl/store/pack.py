@@ -20,6 +20,7 @@ from hpcrl.store.rows import (
     TRAJECTORIES,
     Row,
     Table,
+    mapping,
     number,
     sampled_by,
     scores,
@@ -135,6 +136,6 @@ class Packer:
 
     def _transitions(self) -> Iterable[tuple[Any, ...]]:
         for trajectory, row, meta in self._of(Kind.TRANSITION):
-            fault = (meta.get("fault") or {}).get("cause", "")
+            fault = str(mapping(meta.get("fault")).get("cause", ""))
             boot, mono = str(meta.get("boot_id", "")), number(meta.get("mono"))
             yield trajectory, row.attempt, str(meta.get("state", "")), fault, row.wall, mono, boot

@@ -163,11 +163,27 @@ def scores(
     """The rows of REWARDS that a record makes: one for each source of an END, one of a REWARD, none of others."""
     given: Mapping[str, Any] = {}
     if kind is Kind.END:
-        given = meta.get("rewards") or {}
+        given = mapping(meta.get("rewards"))
     elif kind is Kind.REWARD:
-        given = {meta.get("source", ""): meta.get("value")}
+        given = {str(meta.get("source", "")): meta.get("value")}
     for source, value in given.items():
         yield trajectory, step, str(source), number(value), number(meta.get("wall")), kind is Kind.REWARD
+
+
+def mapping(value: Any) -> Mapping[str, Any]:
+    """Empty for what is none."""
+    return value if isinstance(value, Mapping) else {}
+
+
+def _count(value: Any, default: int) -> int:
+    return value if type(value) is int and abs(value) < 1 << 31 else default
+
+
+def _task_id(task: Mapping[str, Any]) -> str:
+    try:
+        return Task(**{name: task[name] for name in Task.__dataclass_fields__ if name in task}).id if task else ""
+    except (TypeError, ValueError, AttributeError):
+        return ""
 
 
 def number(value: Any) -> float:
@@ -199,38 +215,42 @@ def text(value: bytes) -> str:
 
 
 def summarize(trajectory: str, rows: Iterable[Row], metas: Mapping[str, Mapping[str, Any]]) -> tuple[Any, ...]:
-    """The values of TRAJECTORIES for one trajectory, from these rows alone. `metas`: of its ADOPT and END rows."""
+    """The values of TRAJECTORIES for one trajectory, from these rows alone. `metas`: of its ADOPT and END rows; what of
+    them makes no sense counts as not said, lest one record keeps all others from being read."""
     chained = [row for row in rows if row.kind in CHAINED]
     attempt = max((row.attempt for row in chained), default=0)
     ends = [row for row in chained if row.kind is Kind.END and row.attempt == attempt]
     adopts = [metas[row.hash] for row in chained if row.kind is Kind.ADOPT]
     adopt = adopts[-1] if adopts else {}
     end = metas[ends[-1].hash] if ends else {}
-    task = adopt.get("task") or {}
+    task = mapping(adopt.get("task"))
     acts = [row for row in chained if row.kind is Kind.ACT]
-    rewards = end.get("rewards") or {}
+    rewards = mapping(end.get("rewards"))
+    counts = {
+        "num_steps": len(acts),
+        "num_sampled": sum(row.num_sampled for row in acts),
+        "num_tokens": sum(row.num_tokens for row in chained),
+        "num_calls": 0,
+        "num_valid_calls": 0,
+        "min_version": min((row.min_version for row in acts), default=-1),
+        "max_version": max((row.max_version for row in acts), default=-1),
+    }
     values = {
         "id": trajectory,
         "attempt": attempt,
-        "status": end.get("status", ""),
+        "status": str(end.get("status", "")),
         "head": ends[-1].hash if ends else "",
-        "fault": (end.get("fault") or {}).get("cause", ""),
+        "fault": str(mapping(end.get("fault")).get("cause", "")),
         "reward": sum(map(number, rewards.values())) if rewards else math.nan,
         "success": float(number(rewards["outcome"]) >= 1.0) if "outcome" in rewards else math.nan,
-        "environment": task.get("environment", ""),
-        "task": Task(**task).id if task else "",
-        "task_kind": task.get("kind", ""),
+        "environment": str(task.get("environment", "")),
+        "task": _task_id(task),
+        "task_kind": str(task.get("kind", "")),
         "node": chained[-1].node if chained else "",
         "wall": min((row.wall for row in chained), default=math.nan),
         "ended_wall": ends[-1].wall if ends else math.nan,
         "duration_s": number(end.get("duration_s")),
-        "num_steps": end.get("num_steps", len(acts)),
-        "num_sampled": end.get("num_sampled", sum(row.num_sampled for row in acts)),
-        "num_tokens": end.get("num_tokens", sum(row.num_tokens for row in chained)),
-        "num_calls": end.get("num_calls", 0),
-        "num_valid_calls": end.get("num_valid_calls", 0),
-        "min_version": end.get("min_version", min((row.min_version for row in acts), default=-1)),
-        "max_version": end.get("max_version", max((row.max_version for row in acts), default=-1)),
+        **{name: _count(end.get(name), default) for name, default in counts.items()},
     }
     values |= {name: str(adopt.get(name, "")) for name in ("kind", "group", "phase")}
     return tuple(values[name] for name in TRAJECTORIES)

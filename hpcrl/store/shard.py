@@ -310,7 +310,8 @@ def parse_directory(path: Path, start: bytes) -> tuple[dict[str, Any], Places]:
     if len(start) < _HEAD.size or not start.startswith(MAGIC):
         raise StoreError(f"{path}: damaged or no shard: it has no directory")
     _, size, length = _HEAD.unpack_from(start)
-    if len(start) < size or crc32c(start[: size - _CRC.size]) != _CRC.unpack_from(start, size - _CRC.size)[0]:
+    end = size - _CRC.size
+    if not _HEAD.size <= end <= len(start) - _CRC.size or crc32c(start[:end]) != _CRC.unpack_from(start, end)[0]:
         raise StoreError(f"{path}: damaged: the checksum of its directory differs")
     directory: dict[str, Any] = json.loads(start[_HEAD.size : _HEAD.size + length])
     if directory["schema"] > SCHEMA:

@@ -48,14 +48,18 @@ def all_nodes(slurm: Slurm) -> Iterator[None]:
 
 
 def test_a_job_that_is_cancelled_behind_our_back_is_replaced(drill: Drill) -> None:
+    job = drill.jobs("rollout")[0]["id"]
     with drill.drill("scancel of a rollout job"):
-        drill.slurm.ask("scancel", drill.jobs("rollout")[0]["id"])
+        drill.slurm.ask("scancel", job)
+        until(lambda: job not in [row["id"] for row in drill.jobs("rollout")])
 
 
 def test_a_rollout_node_that_is_told_of_its_end_moves_its_trajectories(drill: Drill) -> None:
     faults = drill.status()["accounting"]["faults"].get("platform", 0)
+    job = drill.jobs("rollout")[0]["id"]
     with drill.drill("USR2 to a rollout job"):
-        drill.slurm.ask("scancel", "--signal=USR2", drill.jobs("rollout")[0]["id"])
+        drill.slurm.ask("scancel", "--signal=USR2", job)
+        until(lambda: job not in [row["id"] for row in drill.jobs("rollout")])
     assert drill.status()["accounting"]["faults"].get("platform", 0) == faults, "moving is no fault"
 
 

@@ -367,12 +367,13 @@ class Config(Table):
         return gpus
 
     def pool(self, role: str, index: int) -> Any:
-        """The pool that the `index`-th job of a role belongs to."""
-        for pool in getattr(self, role):
+        """The pool that the `index`-th job of a role belongs to: the last, of one that is no longer wanted."""
+        *pools, last = getattr(self, role)
+        for pool in pools:
             if index < pool.jobs:
                 return pool
             index -= pool.jobs
-        raise AssertionError(f"no pool has a job {index}")
+        return last
 
     def phase_named(self, name: str) -> Phase:
         return next(phase for phase in self.phase if phase.name == name)

@@ -44,7 +44,8 @@ class Fleet:
         self.states: dict[str, State] = {}  # by job's key, as last seen
         self.ended: set[str] = set()  # keys of jobs that surely have ended
         self.gpu_s = gpu_s  # GPU-seconds that jobs have had
-        self._leaving: list[Job] = []  # to be told that they are no longer wanted
+        # To be told that they are no longer wanted.
+        self._leaving = [job for job in self._jobs if (job.role, job.index) not in self.wanted]
         self._look_s = LOCAL_LOOK_S if config.launch.executor == "local" else config.launch.look_s
         self._looked = -float("inf")
         self._not_before: dict[tuple[Role, int], float] = {}

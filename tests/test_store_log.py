@@ -249,7 +249,8 @@ async def test_what_cannot_be_moved_yet_stays_and_is_moved_later(tmp_path: Path)
     scratch = tmp_path / "scratch"
     with small_disk(tmp_path / "small", "256k") as mount:
         paths = run_folder(mount)
-        log = open_log(paths, scratch=scratch, segment_bytes=20_000)
+        # A copy that fails takes the space of the next number for a moment.
+        log = open_log(paths, scratch=scratch, segment_bytes=20_000, full_patience_s=30.0)
         records = [act(adopt("t"), i, list(range(500))) for i in range(12)]
         await log.append([records[0].frame()])
         fill(mount, left=8192)  # its numbers still fit

@@ -611,7 +611,7 @@ class Driver:
         nodes = [worker for worker, role in self._roles.items() if role["role"] == "sandbox"]
         await asyncio.gather(*(self._call(worker, "stop") for worker in nodes))
         self._stats.clear()
-        await self._fleet.stop(self._grace_s())
+        left = await self._fleet.stop(self._grace_s())
         await self._compact_once()
         curve = [
             {"update": row.update, "phase": row.phase, "reward": row.metrics.get("reward", 0.0)}
@@ -626,7 +626,8 @@ class Driver:
                 logger.warning("no reward curve: %s: %s", type(error).__name__, error)
         final = self.status() | {"state": self._reason.partition(":")[0], "reason": self._reason}
         publish_json(self._paths.heartbeat, final)
-        publish_json(self._paths.stopped, {"outcome": self._reason, "wall": time.time()})
+        row = {"outcome": self._reason, "wall": time.time(), "left": [job.id for job in left]}
+        publish_json(self._paths.stopped, row)
 
     def _tell_learner_to_stop(self) -> None:
         """By the ledger; by another incarnation's where this one's file failed. It is also asked by SIGTERM, later."""

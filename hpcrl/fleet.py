@@ -25,6 +25,7 @@ LOCAL_LOOK_S = 0.1
 FAILED = frozenset({"GONE", "FAILED", "OUT_OF_MEMORY", "BOOT_FAIL"})
 SHORT_S = 60.0
 EXCLUDE_AFTER = 3
+MAX_PAUSE_S = 60.0  # between two tries to submit
 
 
 class Fleet:
@@ -50,6 +51,8 @@ class Fleet:
         self._looked = -float("inf")
         self._not_before: dict[tuple[Role, int], float] = {}
         self._submitting: asyncio.Task[Job] | None = None
+        self._refused_at = 0.0  # since when no job is taken; 0: the last one was
+        self._pause_until = 0.0
 
     def updated(self) -> None:
         """The learner made an update: the run moves, so earlier deaths are forgiven."""
@@ -81,10 +84,10 @@ class Fleet:
             return None
         if reason := self._over_budget(since_s):
             return reason
-        with contextlib.suppress(SlurmError):
-            await asyncio.to_thread(launch.send, self._leaving, signal.SIGUSR2)
-            self._leaving = []
-        for (role, index), job in self.wanted.items():
+        await self._send_away()
+        for (role, index), job in list(self.wanted.items()):
+            if (role, index) not in self.wanted or now < self._pause_until:
+                continue  # rescaled meanwhile
             state = self.states[job.key] if job is not None else None
             if job is not None and role == "learner" and self._lost_a_rank(job):
                 logger.warning("a rank of job %s (learner) is gone: ending the others", job.id)
@@ -96,15 +99,46 @@ class Fleet:
                 logger.info("the time of %s-%d is nearly over: its successor is submitted", role, index)
             elif state is not None and state.alive:
                 continue
-            elif job is not None and (role, index) in self._not_before and (reason := self._died(job)):  # one of ours
-                return reason
-            self._submitting = asyncio.create_task(submit_async(self._paths, role, index, self._control))
-            submitted = await asyncio.shield(self._submitting)
-            self.wanted[role, index] = submitted
-            self._jobs.append(submitted)
-            deaths = self.deaths[role, index]
-            self._not_before[role, index] = now + min(2.0 ** (deaths - 1), 30.0) if deaths else now
+            elif job is not None and (role, index) in self._not_before:  # one of ours
+                self.wanted[role, index] = None
+                if reason := self._died(job):
+                    return reason
+            if not await self._submit(role, index, now):
+                break
         return None
+
+    async def _submit(self, role: Role, index: int, now: float) -> bool:
+        """Whether it was taken. Raises HpcrlError when it is refused for good: for `launch.control_timeout_s` where it
+        is Slurm that refuses, which may be away for a while, or at a limit."""
+        self._submitting = asyncio.create_task(submit_async(self._paths, role, index, self._control))
+        try:
+            submitted = await asyncio.shield(self._submitting)
+        except HpcrlError as error:
+            self._refused_at = self._refused_at or now
+            patience_s = 0.0 if self._config.launch.executor == "local" else self._config.launch.control_timeout_s
+            if now - self._refused_at >= patience_s:
+                raise
+            logger.warning("to be tried again: %s", error)
+            self._pause_until = now + min(max(1.0, now - self._refused_at), MAX_PAUSE_S)
+            return False
+        self._refused_at = 0.0
+        self._jobs.append(submitted)
+        if (role, index) not in self.wanted:  # rescaled meanwhile
+            self._leaving.append(submitted)
+            return True
+        self.wanted[role, index] = submitted
+        deaths = self.deaths[role, index]
+        self._not_before[role, index] = now + min(2.0 ** (deaths - 1), 30.0) if deaths else now
+        return True
+
+    async def _send_away(self) -> None:
+        """Tell jobs that are no longer wanted; those that wait are cancelled."""
+        leaving, self._leaving = self._leaving, []
+        try:
+            await asyncio.to_thread(launch.send, leaving, signal.SIGUSR2)
+        except SlurmError as error:
+            logger.warning("to be told later that they are too many: %s", error)
+            self._leaving += leaving
 
     def _over_budget(self, since_s: float) -> str | None:
         """Account for the time since the last look. Returns why the run must stop when its GPU-hours are used up."""
@@ -168,8 +202,9 @@ class Fleet:
             return False
         return 0 < len(local.tasks(job)) < self._config.learner.ranks
 
-    async def stop(self, grace_s: float) -> None:
-        """Wait for every job to end by itself; then ask by SIGTERM; then end it. What hasn't begun is cancelled."""
+    async def stop(self, grace_s: float) -> list[Job]:
+        """Wait for every job to end by itself; then ask by SIGTERM; then end it. What hasn't begun is cancelled.
+        Returns those that may live even so: Slurm didn't say."""
         if self._submitting is not None:  # one may be on its way
             with contextlib.suppress(HpcrlError):
                 self._jobs.append(await self._submitting)
@@ -188,6 +223,7 @@ class Fleet:
                 left = await self._alive(left)
         for job in living:
             record(self._paths, "ended", role=job.role, index=job.index, id=job.id, wall=time.time(), why="stopped")
+        return await self._alive(living)
 
     async def _alive(self, jobs: Sequence[Job]) -> list[Job]:
         """Those that live, for all that is known."""

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import re
 import shutil
 import socket
 import subprocess
-import sys
 
 import psutil
 
 from hpcrl.config import Config
 from hpcrl.layout import node_name
 from hpcrl.types import ConfigError
+
+logger = logging.getLogger(__name__)
 
 SCONTROL_S = 15.0
 
@@ -40,6 +42,12 @@ def job_of(node: str) -> str:
     """The id of the Slurm job that a node_id was made in; "" where there was none."""
     found = re.search(r"-j([^-]+)\.\d+$", node)
     return found[1] if found else ""
+
+
+def is_earlier_life(node: str) -> bool:
+    """Whether a node_id is of this job's, before it was requeued: Slurm has seen that end."""
+    life = re.search(r"\.(\d+)$", node)
+    return job_of(node) == job_id() and life is not None and int(life[1]) < int(job_life().rpartition(".")[2])
 
 
 def task_rank() -> int:
@@ -105,7 +113,7 @@ def _slurm_address() -> str:
     try:
         said = subprocess.run(command, capture_output=True, text=True, timeout=SCONTROL_S, check=True).stdout
     except (OSError, subprocess.SubprocessError) as error:
-        print(f"{' '.join(command)}: {error}", file=sys.stderr)
+        logger.warning("%s: %s", " ".join(command), error)
         return ""
     return next((word.partition("=")[2] for word in said.split() if word.startswith("NodeAddr=")), "")
 
@@ -144,9 +152,12 @@ def listener_of(config: Config, host: str) -> socket.socket:
     raise ConfigError(f"launch.ports: no free port in {low}-{high}; give a wider range")
 
 
-def free_port(low: int, high: int, host: str = "127.0.0.1") -> int:
-    """The highest free port of a range (the scheduler takes the lowest)."""
-    port = next((port for port in range(high, low - 1, -1) if port_is_free(port, host)), None)
-    if port is None:
-        raise ConfigError(f"launch.ports: no free port in {low}-{high}; give a wider range")
-    return port
+def free_ports(config: Config) -> int:
+    low, high = config.launch.port_range
+    return sum(port_is_free(port) for port in range(low, high + 1))
+
+
+def ports_needed(config: Config) -> int:
+    """Listeners of a local run: scheduler, dashboard, the ranks' meeting place, a worker a host, two a sandbox node."""
+    hosts = sum(pool.jobs * pool.hosts for pool in config.rollout)
+    return 3 + hosts + 2 * sum(pool.jobs for pool in config.sandbox)

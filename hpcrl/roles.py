@@ -20,11 +20,12 @@ from typing import Any
 
 from hpcrl.config import Config, load_resolved
 from hpcrl.launch import role_environment, submit_async
+from hpcrl.launch.watch import ControlWatch
 from hpcrl.layout import RunPaths, boot_id, publish_json, read_json
 from hpcrl.node import (
-    free_port,
     host_of,
     interface_of,
+    is_earlier_life,
     job_id,
     job_life,
     listener_of,
@@ -144,8 +145,7 @@ async def control(paths: RunPaths, config: Config) -> None:
             outcome = await driver.run()
             logger.info("control leaves" if outcome == MOVED else "the run is over: %s", outcome)
             if told and outcome == MOVED:
-                successor = await submit_async(paths, "control", 0, 0, after=job_id())
-                logger.info("job %s is the next control", successor.id)
+                await _hand_over(paths)
     finally:
         row = read_json(paths.scheduler)
         if row is not None and row["incarnation"] == ledger.incarnation:  # a successor's stays
@@ -154,13 +154,29 @@ async def control(paths: RunPaths, config: Config) -> None:
         ledger.close()
 
 
+async def _hand_over(paths: RunPaths) -> None:
+    """Submit the next control, to begin when this one has ended; tried for as long as the allocation lasts."""
+    while True:
+        try:
+            successor = await submit_async(paths, "control", 0, 0, after=job_id())
+        except HpcrlError as error:
+            logger.error("no successor yet: %s", error)
+            await asyncio.sleep(5.0)
+            continue
+        logger.info("job %s is the next control", successor.id)
+        return
+
+
 async def _scheduler(config: Config, secure: Any) -> Any:
     """A Dask scheduler on the first free port of the range. Raises ConfigError when none is free."""
     from distributed import Scheduler
 
     low, high = config.launch.port_range
     host = host_of(config)
-    dashboard = f"127.0.0.1:{free_port(low, high)}" if config.launch.dashboard else None
+    dashboard = None
+    if config.launch.dashboard:
+        with listener_of(config, "127.0.0.1") as found:  # the highest; the scheduler takes the lowest
+            dashboard = f"127.0.0.1:{found.getsockname()[1]}"
     for port in range(low, high + 1):
         if not port_is_free(port, host) or dashboard == f"127.0.0.1:{port}":
             continue
@@ -177,24 +193,16 @@ async def _scheduler(config: Config, secure: Any) -> Any:
     raise ConfigError(f"launch.ports: no free port in {config.launch.ports}; give a wider range")
 
 
-def free_ports(config: Config) -> int:
-    low, high = config.launch.port_range
-    return sum(port_is_free(port) for port in range(low, high + 1))
-
-
-def ports_needed(config: Config) -> int:
-    """Listeners of a local run: scheduler, dashboard, the ranks' meeting place, a worker a host, two a sandbox node."""
-    hosts = sum(pool.jobs * pool.hosts for pool in config.rollout)
-    return 3 + hosts + 2 * sum(pool.jobs for pool in config.sandbox)
-
-
 # ---- rollout ------------------------------------------------------------------------------------------------------
 
 
 async def rollout(paths: RunPaths, config: Config, index: int) -> None:
     from hpcrl.rollout.render import Renderer
     from hpcrl.rollout.supervisor import Supervisor
+    from hpcrl.store.seal import seal_ended
 
+    for path in seal_ended(paths, is_earlier_life):
+        logger.info("%s: closed, this job's earlier life left it open", path)
     node = node_id(f"r{index}")
     pool = config.pool("rollout", index)
 
@@ -217,29 +225,6 @@ async def rollout(paths: RunPaths, config: Config, index: int) -> None:
         await supervisor.run()
     finally:
         lost.cancel()
-
-
-class ControlWatch:
-    """Tells when control has been gone for too long: by its heartbeat standing still, not by comparing clocks."""
-
-    LOOK_S = 5.0
-
-    def __init__(self, paths: RunPaths, config: Config) -> None:
-        self._paths, self._patience_s = paths, config.launch.control_timeout_s
-        self._seen: float | None = None
-        self._moved, self._looked = time.monotonic(), 0.0
-
-    def gone(self) -> bool:
-        now = time.monotonic()
-        if now - self._looked > self.LOOK_S:
-            self._looked = now
-            row = read_json(self._paths.heartbeat)
-            if row is not None and row["wall"] != self._seen:
-                self._seen, self._moved = row["wall"], now
-        if now - self._moved <= self._patience_s:
-            return False
-        logger.warning("no control for %g s: this role ends", self._patience_s)
-        return True
 
 
 async def _end_without_control(watch: ControlWatch, stop: asyncio.Event) -> None:

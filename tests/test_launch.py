@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -223,7 +224,8 @@ def test_a_run_at_rest_needs_no_slurm(tmp_path: Path, monkeypatch: pytest.Monkey
     for words in (("store", "repair"), ("stop",)):
         asked = hpcrl(*words, paths.root)
         assert asked.returncode == 2 and "squeue: not found on PATH" in asked.stderr
-    paths.stopped.write_text('{"outcome": "done", "wall": 1.0}')
+    paths.stopped.write_text('{"outcome": "done", "wall": 1.0, "left": []}')
+    assert hpcrl("stop", paths.root).returncode == 0
     assert hpcrl("store", "repair", paths.root).returncode == 0
     said = hpcrl("status", paths.root)
     assert said.returncode == 0 and "squeue" not in said.stdout
@@ -309,3 +311,156 @@ def test_jobs_of_a_time_before_there_were_executors_are_local(tmp_path: Path) ->
     paths.jobs.write_text(json.dumps(row) + "\n")
     (job,) = launch.jobs(paths)
     assert (job.executor, job.key) == ("local", "1/5")
+
+
+# ---- the fleet ------------------------------------------------------------------------------------------------------
+
+
+class Cluster:
+    """Commands that stand in for Slurm's: jobs are lines of a file, ids are counted from 100."""
+
+    def __init__(self, folder: Path, command: Callable[[str, str], Path], **launch_keys: object) -> None:
+        self.file = folder / "jobs"
+        self.file.touch()
+        self.submitted = command("sbatch", self._sbatch(folder))
+        command("squeue", f"cat {self.file}")
+        self.cancelled = command("scancel", ":")
+        keys = "".join(f"{name} = {value}\n" for name, value in {"look_s": 0.001, **launch_keys}.items())
+        text = f'[launch]\nexecutor = "slurm"\n{keys}[slurm]\ntime = 60\nsignal_s = 60\nlead_s = 60\n'
+        self.settings = load(folder, text + '[[rollout]]\nname = "r"\njobs = 2\ngpus = 4\n')
+        self.paths = RunPaths(folder / "run")
+        self.paths.root.mkdir()
+        self.paths.make()
+        self.paths.config.write_text(config.dump(self.settings))
+        self.fleet = Fleet(self.paths, self.settings, 1)
+
+    def _sbatch(self, folder: Path) -> str:
+        refuse = f"test -e {folder}/refuse && {{ echo 'sbatch: error: QOSMaxSubmitJobPerUserLimit' >&2; exit 1; }}"
+        number = f"id=$((100 + $(wc -l < {folder}/ids 2>/dev/null || echo 0))); echo $id >> {folder}/ids"
+        return f'{refuse}\n{number}\ncp "$1" {folder}/$id.sh; echo "Submitted batch job $id"'
+
+    def say(self, **states: str) -> None:
+        """How jobs stand: _100="RUNNING|1:00:00|n1"."""
+        self.file.write_text("".join(f"{name[1:]}|{row}|None\n" for name, row in states.items()))
+
+    async def ensure(self) -> str | None:
+        await asyncio.sleep(0.002)
+        return await self.fleet.ensure()
+
+    def all_run(self, **others: str) -> None:
+        left = {f"_{job.id}": "RUNNING|59:00|n1" for job in launch.jobs(self.paths)}
+        self.say(**(left | others))
+
+
+async def test_a_submission_that_slurm_refuses_is_tried_again_and_the_run_goes_on(
+    command: Callable[[str, str], Path], tmp_path: Path
+) -> None:
+    cluster = Cluster(tmp_path, command, gpu_hours=9, control_timeout_s=100)
+    (tmp_path / "refuse").touch()
+    assert await cluster.ensure() is None and not launch.jobs(cluster.paths)
+    assert await cluster.ensure() is None, "not at once"
+    (tmp_path / "refuse").unlink()
+    cluster.fleet._pause_until = 0.0
+    await cluster.ensure()
+    assert sorted((job.role, job.index) for job in launch.jobs(cluster.paths)) == [
+        ("learner", 0), ("rollout", 0), ("rollout", 1), ("sandbox", 0),
+    ]  # fmt: skip
+    cluster.all_run(_100="COMPLETED|0:00|n1")
+    (tmp_path / "refuse").touch()
+    for _ in range(3):
+        cluster.fleet._pause_until = 0.0
+        await cluster.ensure()
+    assert cluster.fleet.restarts["rollout"] == 1, "one job ended once, however often the next is refused"
+    cluster.fleet._refused_at -= 101
+    cluster.fleet._pause_until = 0.0
+    with pytest.raises(HpcrlError, match="rollout-0 could not be submitted: sbatch: error: QOSMaxSubmit"):
+        await cluster.ensure()
+
+
+async def test_a_job_has_its_successor_before_its_time_is_over(
+    command: Callable[[str, str], Path], tmp_path: Path
+) -> None:
+    cluster = Cluster(tmp_path, command, gpu_hours=9)
+    await cluster.ensure()
+    cluster.all_run()
+    before = launch.jobs(cluster.paths)
+    await cluster.ensure()
+    assert launch.jobs(cluster.paths) == before
+    ids = {(job.role, job.index): job.id for job in before}
+    short = {f"_{id}": "RUNNING|1:59|n1" for id in ids.values()}
+    cluster.say(**short)
+    for _ in range(3):
+        await cluster.ensure()
+        cluster.all_run(**short)
+    fresh = launch.jobs(cluster.paths)[len(before) :]
+    assert sorted((job.role, job.index) for job in fresh) == [("rollout", 0), ("rollout", 1), ("sandbox", 0)]
+    assert not cluster.fleet.is_told(ids["rollout", 0]), "not yet: signal_s is 60"
+    cluster.all_run(**{f"_{ids['rollout', 0]}": "RUNNING|0:59|n1"})
+    await cluster.ensure()
+    assert cluster.fleet.is_told(ids["rollout", 0]) and not cluster.fleet.restarts
+
+
+async def test_a_budget_that_is_used_up_ends_the_run(command: Callable[[str, str], Path], tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, command, gpu_hours=1.0)
+    await cluster.ensure()
+    cluster.all_run()
+    assert await cluster.ensure() is None
+    began = cluster.fleet.gpu_s
+    await asyncio.sleep(0.5)
+    assert await cluster.ensure() is None
+    assert 8 * 0.5 <= cluster.fleet.gpu_s - began < 8 * 5.0, "of two rollout jobs with four GPUs each"
+    cluster.fleet.gpu_s = 3600.0
+    assert "the budget of 1 GPU-hours is used up" in str(await cluster.ensure())
+
+
+async def test_a_node_on_which_jobs_fail_again_and_again_gets_no_more(
+    command: Callable[[str, str], Path], tmp_path: Path
+) -> None:
+    cluster = Cluster(tmp_path, command, gpu_hours=9, restarts=9)
+    await cluster.ensure()
+    for _ in range(3):
+        newest = launch.newest(cluster.paths, "rollout", 0)
+        assert newest is not None
+        cluster.all_run(**{f"_{newest.id}": "FAILED|0:00|bad7"})
+        cluster.fleet._not_before = dict.fromkeys(cluster.fleet._not_before, 0.0)
+        assert "bad7" not in (tmp_path / f"{newest.id}.sh").read_text()
+        await cluster.ensure()
+    newest = launch.newest(cluster.paths, "rollout", 0)
+    assert newest is not None and "#SBATCH --exclude=bad7\n" in (tmp_path / f"{newest.id}.sh").read_text()
+
+
+async def test_a_pool_may_change_while_a_job_is_being_submitted(
+    command: Callable[[str, str], Path], tmp_path: Path
+) -> None:
+    cluster = Cluster(tmp_path, command, gpu_hours=9)
+    submitting = asyncio.create_task(cluster.ensure())
+    await asyncio.sleep(0.3)
+    cluster.fleet.rescale(config.with_sets(cluster.settings, ["rollout.jobs=1"]))
+    await submitting
+    cluster.all_run()
+    cluster.fleet._looked = -float("inf")
+    await cluster.ensure()
+    alive = {(job.role, job.index) for job in launch.jobs(cluster.paths)}
+    assert ("rollout", 1) not in cluster.fleet.wanted
+    if ("rollout", 1) in alive:  # it was on its way
+        assert "USR2" in cluster.cancelled.read_text()
+    assert await cluster.ensure() is None
+
+
+def test_a_run_that_hung_or_left_jobs_is_not_at_rest(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path)
+    paths.make()
+    launch.record(paths, "submitted", **asdict(jobs(1)[0]))
+    for row, rests in (({"outcome": "stopped", "wall": 1.0}, False), ({"left": ["100"]}, False), ({"left": []}, True)):
+        paths.stopped.write_text(json.dumps(row))
+        assert launch.at_rest(paths) is rests
+
+
+def test_what_an_earlier_life_of_this_job_left_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SUBMITIT_LOCAL_JOB_ID", raising=False)
+    monkeypatch.setenv("SLURM_JOB_ID", "123")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
+    found = {
+        name: node.is_earlier_life(name) for name in ("a-r0-j123.0", "b-r0-j123.1", "a-r0-j123.2", "a-r0-j12.0", "a")
+    }
+    assert [name for name, earlier in found.items() if earlier] == ["a-r0-j123.0", "b-r0-j123.1"]

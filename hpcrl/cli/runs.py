@@ -114,6 +114,9 @@ def resume(
 def stop(run: RunFolder) -> None:
     """End all of a run's roles in order. What is open continues at the next `hpcrl resume`."""
     paths = RunPaths.of(run)
+    if launch.at_rest(paths):
+        print(f"{run}: has ended; nothing is left of it")
+        return
     control = launch.newest(paths, "control")
     if control is not None and launch.look([control])[control.key].name == "PENDING":
         launch.send([control], signal.SIGKILL)
@@ -238,7 +241,7 @@ def show_config(file: ConfigFile, sets: Sets = None) -> None:
 
 def check(settings: Config) -> None:
     """Refuse at once what would fail later: devices, ports, environment, isolation."""
-    from hpcrl.roles import free_ports, ports_needed
+    from hpcrl.node import free_ports, ports_needed
     from hpcrl.rollout.caps import load_cap
     from hpcrl.rollout.environments import load_family
 

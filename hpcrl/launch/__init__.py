@@ -20,7 +20,7 @@ from hpcrl.config import Config, load_resolved
 from hpcrl.launch import local, slurm
 from hpcrl.launch.jobs import GONE, ROLES, Job, Role, State, jobs, newest, record, wanted
 from hpcrl.launch.slurm import SUBMIT_S, SlurmError
-from hpcrl.layout import RunPaths, publish
+from hpcrl.layout import RunPaths, publish, read_json
 from hpcrl.types import HpcrlError
 
 __all__ = ["GONE", "ROLES", "Job", "Role", "SlurmError", "State", "jobs", "newest", "record", "wanted"]
@@ -48,8 +48,10 @@ def living(paths: RunPaths) -> list[Job]:
 
 
 def at_rest(paths: RunPaths) -> bool:
-    """Whether the run has ended in order, so that Slurm, which may be out of reach, need not be asked."""
-    return "slurm" in {job.executor for job in jobs(paths)[-1:]} and paths.stopped.is_file()
+    """Whether control said that the run has ended, and all its jobs: then Slurm, which may be out of reach, need not be
+    asked."""
+    stopped = read_json(paths.stopped)
+    return stopped is not None and stopped.get("left") == [] and jobs(paths)[-1].executor != "local"
 
 
 def send(jobs: Iterable[Job], number: signal.Signals) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import faulthandler
+import functools
 import logging
 import os
 import signal
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcrl.config import Config, load_resolved
-from hpcrl.launch import role_environment, submit_async
+from hpcrl.launch import node_environment, submit_async
 from hpcrl.launch.watch import ControlWatch
 from hpcrl.layout import RunPaths, boot_id, publish_json, read_json
 from hpcrl.node import (
@@ -47,7 +48,7 @@ def run_role(root: str, role: str, index: int, control_number: int) -> None:
     """What submitit runs in each task of a role's job, which the control of that incarnation asked for."""
     paths = RunPaths.of(root)
     config = load_resolved(paths.config)
-    os.environ.update(role_environment(paths))
+    os.environ.update(node_environment(paths))
     job = job_id()
     die_with_parent()
     start_logging(paths.logs, f"{role}-{index}" if role != "learner" else f"learner-r{task_rank()}", job)
@@ -378,9 +379,10 @@ def main(what: str, root: str, name: str = "", *numbers: str) -> None:
         from hpcrl import launch, roles
 
         # By the module's own name: as __main__ the job could not find it.
-        index, control_number, after = int(numbers[0]), int(numbers[1]), numbers[2] if len(numbers) > 2 else ""
+        index, control_number, after = int(numbers[0]), int(numbers[1]), "".join(numbers[2:])
+        body = functools.partial(roles.run_role, root, name, index, control_number)
         try:
-            launch.submit_here(paths, name, index, control_number, after, roles.run_role)  # type: ignore[arg-type]
+            launch.submit_here(paths, name, index, body, after)  # type: ignore[arg-type]
         except HpcrlError as error:
             sys.exit(str(error))
     else:

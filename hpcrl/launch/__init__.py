@@ -14,18 +14,17 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
-from types import ModuleType
 
 from hpcrl.config import Config, load_resolved
 from hpcrl.launch import local, slurm
-from hpcrl.launch.jobs import GONE, ROLES, Job, Role, State, jobs, newest, record, wanted
+from hpcrl.launch.jobs import GONE, ROLES, STATIC, Executor, Job, Role, State, jobs, newest, record, wanted
 from hpcrl.launch.slurm import SUBMIT_S, SlurmError
 from hpcrl.layout import RunPaths, publish, read_json
 from hpcrl.types import HpcrlError
 
 __all__ = ["GONE", "ROLES", "Job", "Role", "SlurmError", "State", "jobs", "newest", "record", "wanted"]
 
-EXECUTORS: dict[str, ModuleType] = {"local": local, "slurm": slurm}
+EXECUTORS: dict[str, Executor] = {"local": local, "slurm": slurm}
 
 
 def look(jobs: Iterable[Job]) -> dict[str, State]:
@@ -132,13 +131,12 @@ def make_certificate(paths: RunPaths) -> None:
         publish(paths.tls / name, text, mode=0o600)
 
 
-def role_environment(paths: RunPaths) -> dict[str, str]:
-    """What every role's environment has on this node: caches off HOME, in a folder of the node's own."""
+def node_environment(paths: RunPaths) -> dict[str, str]:
+    """What a role's environment has besides STATIC: caches off HOME, in a folder of the node's own."""
     private = paths.private()
     caches = private / "cache"
     caches.mkdir(exist_ok=True)
     return {
-        **slurm.STATIC,
         "DASK_CONFIG": str(private / "dask"),
         "XDG_CACHE_HOME": str(caches),
         "HF_HOME": str(caches / "huggingface"),
@@ -148,8 +146,8 @@ def role_environment(paths: RunPaths) -> dict[str, str]:
     }
 
 
-def submit_here(paths: RunPaths, role: Role, index: int, control: int, after: str, body: Callable[..., None]) -> None:
-    """The helper's part: hand one job, `body(root, role, index, control)`, to submitit; record it, print the record.
+def submit_here(paths: RunPaths, role: Role, index: int, body: Callable[[], None], after: str) -> None:
+    """The helper's part: hand one job to submitit; record it, print the record.
 
     It records itself, so that a job is known even when whoever asked for it died meanwhile.
     """
@@ -160,8 +158,8 @@ def submit_here(paths: RunPaths, role: Role, index: int, control: int, after: st
     null = os.open(os.devnull, os.O_RDWR)
     for fd in (0, 1) if config.launch.executor == "slurm" else (0, 1, 2):
         os.dup2(null, fd)
-    environment = dict(os.environ) | role_environment(paths)
-    job = EXECUTORS[config.launch.executor].submit(paths, config, role, index, control, after, body, environment)
+    os.environ.update(STATIC)
+    job = EXECUTORS[config.launch.executor].submit(paths, config, role, index, body, after)
     record(paths, "submitted", **asdict(job))
     os.write(answer, json.dumps(asdict(job)).encode() + b"\n")
 

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import signal
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from hpcrl.config import Config
 from hpcrl.layout import Appender, RunPaths, read_lines
 
 Role = Literal["control", "rollout", "sandbox", "learner"]
 ROLES: tuple[Role, ...] = ("control", "rollout", "sandbox", "learner")
+
+STATIC = {  # of every role's environment, on whatever node: one thread per process unless a role decides otherwise
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "PYTHONUNBUFFERED": "1",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,3 +82,21 @@ def record(paths: RunPaths, event: str, **fields: Any) -> None:
         appender.append({"event": event, **fields})
     finally:
         appender.close()
+
+
+class Executor(Protocol):
+    """What a module of executors has: jobs of one kind."""
+
+    def look(self, jobs: Sequence[Job]) -> dict[str, State]:
+        """How each stands, by its key. Raises SlurmError when that can't be known now."""
+
+    def send(self, jobs: Sequence[Job], number: signal.Signals) -> None:
+        """To the tasks of each; SIGKILL ends the whole job."""
+
+    def submit(
+        self, paths: RunPaths, config: Config, role: Role, index: int, body: Callable[[], None], after: str
+    ) -> Job:
+        """Hand `body` to submitit, in this process's environment. `after`: the job whose end it waits for, or ""."""
+
+    def script(self, paths: RunPaths, config: Config, role: Role, index: int) -> str:
+        """What the job would be, for people."""

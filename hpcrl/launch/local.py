@@ -6,7 +6,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import psutil
@@ -54,30 +54,18 @@ def _process(job: Job) -> psutil.Process | None:
     return None
 
 
-def submit(
-    paths: RunPaths,
-    config: Config,
-    role: Role,
-    index: int,
-    control: int,
-    after: str,
-    body: Callable[..., None],
-    environment: Mapping[str, str],
-) -> Job:
-    """Hand `body(root, role, index, control)` to submitit, in place of this process's environment."""
-    assert not after, "a local job waits for no other"
+def submit(paths: RunPaths, config: Config, role: Role, index: int, body: Callable[[], None], after: str) -> Job:
+    """Hand `body` to submitit; for good in this process, whose environment the job takes over."""
     import submitit
 
-    own = dict(environment)
+    assert not after, "a local job waits for no other"
     if role in ("rollout", "learner"):  # control hands its own environment on
-        own["CUDA_VISIBLE_DEVICES"] = ",".join(devices_of(config, role, index, visible_devices()))
-    os.environ.clear()
-    os.environ.update(own)
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(devices_of(config, role, index, visible_devices()))
     executor = submitit.LocalExecutor(folder=paths.submitit / f"{role}-{index}")
     executor.update_parameters(
         timeout_min=MINUTES, tasks_per_node=config.learner.ranks if role == "learner" else 1, stderr_to_stdout=True
     )
-    id = executor.submit(body, str(paths.root), role, index, control).job_id
+    id = executor.submit(body).job_id
     process = ProcessId.of(int(id))
     return Job(
         role=role, index=index, executor="local", id=id, wall=time.time(), start=process.start, boot=process.boot

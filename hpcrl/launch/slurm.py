@@ -13,11 +13,11 @@ import shlex
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from hpcrl.config import Config, seconds_of
-from hpcrl.launch.jobs import GONE, Job, Role, State
+from hpcrl.launch.jobs import GONE, STATIC, Job, Role, State
 from hpcrl.layout import RunPaths, read_json
 from hpcrl.types import HpcrlError
 
@@ -121,30 +121,17 @@ def send(jobs: Sequence[Job], number: signal.Signals) -> None:
 # ---- submitting -----------------------------------------------------------------------------------------------------
 
 
-def submit(
-    paths: RunPaths,
-    config: Config,
-    role: Role,
-    index: int,
-    control: int,
-    after: str,
-    body: Callable[..., None],
-    environment: Mapping[str, str],
-) -> Job:
-    """Hand `body(root, role, index, control)` to sbatch, in place of this process's environment."""
-    kept = {name: value for name, value in environment.items() if not name.startswith(_OF_A_JOB)}
-    for name in ("SLURM_CONF", "SBATCH_ACCOUNT"):
-        if name in environment:
-            kept[name] = environment[name]
-    if config.slurm_of(role, index).account:
-        kept.pop("SBATCH_ACCOUNT", None)  # sbatch would have it overrule the script
-    os.environ.clear()
-    os.environ.update(kept)
+def submit(paths: RunPaths, config: Config, role: Role, index: int, body: Callable[[], None], after: str) -> Job:
+    """Hand `body` to sbatch; for good in this process, whose environment the job takes over, but for what is of a job.
+    `after`: the job whose end it waits for, or "". Raises SlurmError in sbatch's words."""
+    kept = ("SLURM_CONF",) if config.slurm_of(role, index).account else ("SLURM_CONF", "SBATCH_ACCOUNT")
+    for name in [name for name in os.environ if name.startswith(_OF_A_JOB) and name not in kept]:
+        del os.environ[name]  # of SBATCH_*, since sbatch would have it overrule the script
     executor = _executor(paths, config, role, index)
     if after:
         executor.update_parameters(dependency=f"afterany:{after}")
     try:
-        id = executor.submit(body, str(paths.root), role, index, control).job_id
+        id = executor.submit(body).job_id
     except Exception as error:  # submitit's own kinds, among others
         raise SlurmError(str(error) or type(error).__name__) from error
     return Job(role=role, index=index, executor="slurm", id=id, wall=time.time())
@@ -225,14 +212,6 @@ def parameters(paths: RunPaths, config: Config, role: Role, index: int) -> dict[
 def _exports() -> list[str]:
     """What must be set before Python starts."""
     return [f"export {name}={shlex.quote(value)}" for name, value in STATIC.items()]
-
-
-STATIC = {  # of every role's environment, on whatever node: one thread per process unless a role decides otherwise
-    "OMP_NUM_THREADS": "1",
-    "HF_HUB_OFFLINE": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-    "PYTHONUNBUFFERED": "1",
-}
 
 
 def _directive(line: str) -> tuple[str, str | bool]:

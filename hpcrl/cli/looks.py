@@ -1,0 +1,164 @@
+"""The commands that look at a run, and what they print of it."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from hpcrl import config, launch
+from hpcrl.cli.common import AsJson, RunFolder
+from hpcrl.layout import RunPaths, read_json, read_lines
+from hpcrl.types import ConfigError
+
+LOGS = (*launch.ROLES, "host")
+
+app = typer.Typer()
+
+
+@app.command()
+def logs(
+    run: RunFolder,
+    role: Annotated[str, typer.Argument(help="control, rollout, sandbox, learner or host; all without it.")] = "",
+    lines: Annotated[int, typer.Option("--lines", "-n", help="How many of the latest.", min=1)] = 100,
+) -> None:
+    """What a run's processes said last, in the order that they said it."""
+    paths = RunPaths.of(run)
+    if role not in ("", *LOGS):
+        raise ConfigError(f"{role}: is no role; there are {', '.join(LOGS)}")
+    rows: list[dict[str, Any]] = []
+    for path in paths.logs.glob("*.jsonl"):
+        if path.name.startswith(role):
+            found, _ = read_lines(path, skip_torn=True)
+            rows += [row for row in found[-lines:] if _is_line(row)]
+    for row in sorted(rows, key=lambda row: float(row["time"]))[-lines:]:
+        when = time.strftime("%m-%d %H:%M:%S", time.localtime(row["time"]))
+        print(f"{when} {row.get('role')} {row.get('node')} {row.get('level')}: {row.get('message')}")
+
+
+def _is_line(row: Any) -> bool:
+    when = row.get("time") if isinstance(row, dict) else None
+    return isinstance(when, int | float) and 0 <= when < 1e11
+
+
+@app.command()
+def status(run: RunFolder, as_json: AsJson = False) -> None:
+    """How a run stands: updates, success, engines, accounting of every trajectory."""
+    paths = RunPaths.of(run)
+    row = full_status(paths)
+    if as_json:
+        print(json.dumps(row))
+        return
+    from hpcrl.observe.live import line, panel
+
+    console = Console()
+    if row["updates"]["total"]:
+        console.print(panel(row) if console.is_terminal else line(row), highlight=False, markup=False)
+    console.print(f"state: {row['state']}" + (f" ({row['reason']})" if row.get("reason") else ""), highlight=False)
+    for job in row["jobs"]:
+        if job["alive"] or job["executor"] == "local":
+            print("  " + job_line(job))
+    if row.get("trouble"):
+        print(f"Slurm: {row['trouble']}")
+    print_success(row["success"])
+    if row["state"] == "running" and row.get("dashboard"):
+        port = row["dashboard"]
+        through = "" if row["executor"] == "local" else f", after `ssh -L {port}:127.0.0.1:{port} {row['node']}`"
+        print(f"Dask dashboard: http://127.0.0.1:{port}/status{through}")
+
+
+@app.command()
+def watch(run: RunFolder) -> None:
+    """Follow a run from another terminal; leaving it with Ctrl-C leaves the run alone."""
+    from hpcrl.observe.live import Watch
+
+    paths = RunPaths.of(run)
+    with Watch() as view:
+        try:
+            while read_json(paths.stopped) is None:
+                row = read_json(paths.heartbeat)
+                if row is not None:
+                    view.show(row)
+                time.sleep(1.0)
+        except KeyboardInterrupt:
+            return
+    print_summary(paths)
+
+
+def full_status(paths: RunPaths) -> dict[str, Any]:
+    from hpcrl.observe.summary import success
+
+    settings = config.load_resolved(paths.config)
+    row = read_json(paths.heartbeat) or {
+        "state": "starting",
+        "updates": {"done": 0, "total": 0},
+        "evaluations": {},
+    }
+    found = launch.jobs(paths)
+    try:
+        ended = {job.key: launch.State(alive=False, name="ENDED") for job in found}
+        states = ended if launch.at_rest(paths) else launch.look(found)
+    except launch.SlurmError as error:
+        row["trouble"] = str(error)
+        states = {job.key: launch.State(alive=True, name="UNKNOWN") for job in found}
+    jobs = [asdict(job) | asdict(states[job.key]) for job in found]
+    stopped = read_json(paths.stopped)
+    if (
+        stopped is None
+        and row["state"] == "running"
+        and not any(job["alive"] for job in jobs if job["role"] == "control")
+    ):
+        row["state"], row["reason"] = "broken off", f"control is gone; `hpcrl resume {paths.root}` continues"
+    return row | {
+        "name": settings.name, "executor": settings.launch.executor, "seed": settings.seed, "run": str(paths.root),
+        "jobs": jobs, "success": success(row["evaluations"]),
+    }  # fmt: skip
+
+
+def job_line(job: dict[str, Any]) -> str:
+    """A job of `full_status`, for people."""
+    words = [f"{job['role']}-{job['index']}: job {job['id']}, {job['name'].lower()}"]
+    if job["node"] and job["executor"] != "local":
+        words.append(f"on {job['node']}")
+    if job["name"] == "PENDING":
+        words.append(f"for {(time.time() - job['wall']) / 60:.0f} min")
+    if job["reason"]:
+        words.append(f"({job['reason']})")
+    if job["left_s"] is not None:
+        words.append(f"{job['left_s'] / 3600:.1f} h left" if job["left_s"] >= 3600 else f"{job['left_s']:.0f} s left")
+    return " ".join(words)
+
+
+def print_success(shares: dict[str, Any]) -> None:
+    for name, share in shares.items():
+        if name not in ("tasks", "interval") and share is not None:
+            low, high = shares["interval"][name]
+            print(f"held-out success {name.replace('_', ' ')}: {share:.3f}  (95% {low:.3f}–{high:.3f})")
+
+
+def print_summary(paths: RunPaths) -> None:
+    """What a run came to, and where to look further."""
+    row = full_status(paths)
+    print(
+        f"\n{row['state']}: update {row['updates']['done']} of {row['updates']['total']}"
+        + (f" ({row['reason']})" if row.get("reason") not in (None, "", row["state"]) else "")
+    )
+    print_success(row["success"])
+    if row["success"]["tasks"]:
+        print(f"  on {row['success']['tasks']} held-out tasks, sampled at the configured temperature")
+    if row.get("valid_calls") is not None:
+        print(f"share of valid tool calls: {row['valid_calls']:.3f}")
+    print(f"run folder: {paths.root}")
+    if paths.plot.exists():
+        print(f"reward curve: {paths.plot}")
+    print("look further:")
+    commands = [("status", "jobs, accounting, success"), ("store ls", "every trajectory")]
+    commands.append(("store verify", "checksums, chains, nothing trained twice"))
+    if row["state"] != "done":
+        commands.append(("resume", "go on"))
+    for command, what in commands:
+        print(f"  hpcrl {command} {paths.root}   # {what}")

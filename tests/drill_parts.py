@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -87,8 +88,16 @@ class Drill:
         given = {"model": "tiny", "updates": 4000, "time": "1:00:00", "signal_s": 60, "lead_s": 60, **values}
         (folder / "drill.toml").write_text(CONFIG.format(**given))
         self.seconds: dict[str, float] = {}
-        said = self.hpcrl("train", folder / "drill.toml", "--run", self.run, "--detach")
-        assert said.returncode == 0, said.stderr
+        batch = (
+            "sbatch",
+            "--wait",
+            "--mem=500M",
+            f"--chdir={folder}",
+            Path(__file__).parents[1] / "slurm" / "train.sbatch",
+        )
+        command = str(Path(sys.executable).with_name("hpcrl"))
+        said = slurm.run(*batch, folder / "drill.toml", "--run", self.run, HPCRL=command)
+        assert said.returncode == 0, (said.stderr, [path.read_text() for path in folder.glob("*.out")])
 
     def hpcrl(self, *words: object, timeout: float = 120) -> subprocess.CompletedProcess[str]:
         return self.slurm.run(*HPCRL, *words, timeout=timeout)

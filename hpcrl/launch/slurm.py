@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from hpcrl.config import Config, seconds_of
-from hpcrl.launch.jobs import GONE, STATIC, Job, Role, State
+from hpcrl.launch.jobs import GONE, STATIC, Job, Role, State, jobs
 from hpcrl.layout import RunPaths, read_json
 from hpcrl.types import HpcrlError
 
@@ -127,6 +127,8 @@ def submit(paths: RunPaths, config: Config, role: Role, index: int, body: Callab
     kept = ("SLURM_CONF",) if config.slurm_of(role, index).account else ("SLURM_CONF", "SBATCH_ACCOUNT")
     for name in [name for name in os.environ if name.startswith(_OF_A_JOB) and name not in kept]:
         del os.environ[name]  # of SBATCH_*, since sbatch would have it overrule the script
+    if unknown := _unrecorded(paths, config, role, index):
+        return Job(role=role, index=index, executor="slurm", id=unknown, wall=time.time())
     executor = _executor(paths, config, role, index)
     if after:
         executor.update_parameters(dependency=f"afterany:{after}")
@@ -135,6 +137,14 @@ def submit(paths: RunPaths, config: Config, role: Role, index: int, body: Callab
     except Exception as error:  # submitit's own kinds, among others
         raise SlurmError(str(error) or type(error).__name__) from error
     return Job(role=role, index=index, executor="slurm", id=id, wall=time.time())
+
+
+def _unrecorded(paths: RunPaths, config: Config, role: Role, index: int) -> str:
+    """The id of such a job that sbatch took while whoever asked had given up, or died; "" without one."""
+    name = job_name(paths, config, role, index)
+    found = ask("squeue", "--me", "--noheader", "--states=PENDING,RUNNING", f"--name={name}", "--format=%i").split()
+    known = {job.id for job in jobs(paths)}
+    return next((id for id in found if id not in known), "")
 
 
 def script(paths: RunPaths, config: Config, role: Role, index: int) -> str:

@@ -159,6 +159,7 @@ class Slurm(Table):
     signal_s: Positive = 120  # how long before its end a job is told of it
     lead_s: Count = 300  # how long before that a rollout or sandbox job's successor is submitted
     requeue: bool = True
+    het_group: Count = 0  # with executor steps: the component of a heterogeneous job
     modules: tuple[Line, ...] = Field(default=(), strict=False)  # to load
     setup: tuple[Line, ...] = Field(default=(), strict=False)  # lines of the script, before Python starts
     directives: tuple[Directive, ...] = Field(default=(), strict=False)  # more of sbatch's options: "--key=value"
@@ -257,7 +258,9 @@ class Store(Table):
 
 
 class Launch(Table):
-    executor: Literal["local", "slurm"] = "local"
+    executor: Literal["local", "slurm", "steps"] = "local"
+    fleet: Literal["live", "presubmitted"] = "live"  # with slurm: control submits jobs; or all are submitted ahead
+    lives: Positive = 4  # how many of each, one after the other
     interface: str = ""  # by which nodes reach each other (`ip addr` names them); "": Slurm's address of the node
     look_s: PositiveNumber = 5.0  # between two questions to Slurm
     gpu_hours: Number = 0.0  # that all jobs may use in all, then the run stops; 0: no limit
@@ -269,6 +272,8 @@ class Launch(Table):
 
     @model_validator(mode="after")
     def _ports(self) -> Launch:
+        if self.fleet == "presubmitted" and self.executor != "slurm":
+            raise ValueError(f"fleet 'presubmitted' needs executor 'slurm', found {self.executor!r}")
         low, high = self.port_range
         if not 1024 <= low < high <= 65535:
             raise ValueError(f"ports must be LOW-HIGH within 1024-65535, found {self.ports}")
@@ -331,7 +336,7 @@ class Config(Table):
     @model_validator(mode="after")
     def _budget(self) -> Config:
         gpus = self.learner.gpus + sum(pool.gpus for pool in self.rollout)
-        if self.launch.executor != "local" and gpus and not self.launch.gpu_hours:
+        if self.launch.executor == "slurm" and gpus and not self.launch.gpu_hours:
             raise ValueError("launch.gpu_hours: is 0; jobs that follow one another need a budget of GPU-hours")
         return self
 

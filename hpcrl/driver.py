@@ -459,14 +459,14 @@ class Driver:
         while True:
             self._read_progress()  # first: a learner that is done has ended, not died
             try:
-                reason = await self._fleet.ensure()
+                outcome = await self._fleet.ensure()
             except HpcrlError as error:
                 # Who submits writes to the run folder: on a full disk it may die without a word, and is started again.
                 full = shutil.disk_usage(self._paths.root).free < LEAST_FREE_BYTES
                 logger.warning("%s%s", "waiting for space: " if full else "", error)
-                reason = None if full else str(error)
-            if reason:
-                self._handle(f.StopAsked(reason=f"failed: {reason}"))
+                outcome = None if full else f"failed: {error}"
+            if outcome:
+                self._handle(f.StopAsked(reason=outcome))
             for role in self._roles.values():  # nothing new is placed on a sandbox node that is about to go
                 if role["role"] == "sandbox" and not role.get("leaving") and self._fleet.is_told(job_of(role["node"])):
                     role["leaving"] = True

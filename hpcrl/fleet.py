@@ -71,7 +71,8 @@ class Fleet:
         self._looked = -float("inf")
 
     async def ensure(self) -> str | None:
-        """Bring every job up. Returns why the run must stop when a role dies again and again without an update."""
+        """Bring every job up. Returns the outcome with which the run must end: a role dies again and again without an
+        update, a budget is used up, the time of all of it is nearly over."""
         now = time.monotonic()
         since_s = now - self._looked
         if since_s < self._look_s:
@@ -83,7 +84,12 @@ class Fleet:
             logger.warning("jobs are left as they are: %s", error)
             return None
         if reason := self._over_budget(since_s):
-            return reason
+            return f"failed: {reason}"
+        if reason := self._is_at_its_end():
+            logger.warning("%s: the run stops; `hpcrl resume %s` goes on", reason, self._paths.root)
+            return "stopped"
+        if self._config.launch.fleet == "presubmitted":
+            return None
         await self._send_away()
         for (role, index), job in list(self.wanted.items()):
             if (role, index) not in self.wanted or now < self._pause_until:
@@ -102,7 +108,7 @@ class Fleet:
             elif job is not None and (role, index) in self._not_before:  # one of ours
                 self.wanted[role, index] = None
                 if reason := self._died(job):
-                    return reason
+                    return f"failed: {reason}"
             if not await self._submit(role, index, now):
                 break
         return None
@@ -150,9 +156,25 @@ class Fleet:
             return None
         return f"launch.gpu_hours: the budget of {budget:g} GPU-hours is used up"
 
+    def _is_at_its_end(self) -> str:
+        """Why the whole run can't go on much longer, if it can't."""
+        if self._config.launch.executor == "steps":
+            ends = [state.left_s for state in self.states.values() if state.alive and state.left_s is not None]
+            near = bool(ends) and min(ends) < self._config.slurm_of("control", 0).signal_s
+            return "the time of this allocation is nearly over" if near else ""
+        if self._config.launch.fleet == "presubmitted":
+            missing = {role for role, _ in self.wanted} - {job.role for job in self._jobs} - self.done
+            return f"{'; '.join(sorted(missing))}: the jobs that were submitted ahead are used up" if missing else ""
+        return ""
+
     def _ends_soon(self, role: Role, index: int, state: State) -> bool:
         """Whether a job's successor should be on its way: of those that several may be of at once."""
-        if role == "learner" or state.left_s is None or state.name != "RUNNING":
+        if (
+            self._config.launch.executor != "slurm"
+            or role == "learner"
+            or state.left_s is None
+            or state.name != "RUNNING"
+        ):
             return False
         asked = self._config.slurm_of(role, index)
         ahead_s = asked.signal_s + asked.lead_s

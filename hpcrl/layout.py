@@ -305,9 +305,15 @@ def is_unreadable(error: BaseException) -> bool:
     return isinstance(error, OSError) and error.errno == errno.EIO
 
 
+def incarnations(folder: Path, suffix: str = ".jsonl") -> list[int]:
+    """The numbers that are taken in `folder`."""
+    stems = [path.stem for path in listed(folder, f"*{suffix}")]
+    return [int(stem) for stem in stems if stem.isascii() and stem.isdecimal()]
+
+
 def next_incarnation(folder: Path, suffix: str = ".jsonl") -> tuple[int, Path]:
     """Take the next number in `folder` for oneself: the file made with O_EXCL is the proof."""
-    number = max((int(path.stem) for path in listed(folder, f"*{suffix}") if path.stem.isdigit()), default=0) + 1
+    number = max(incarnations(folder, suffix), default=0) + 1
     while True:
         path = folder / f"{number:06d}{suffix}"
         try:

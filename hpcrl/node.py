@@ -23,7 +23,8 @@ SCONTROL_S = 15.0
 
 def job_id() -> str:
     """Of the job that this process is part of; without one, the pid."""
-    return os.environ.get("SUBMITIT_LOCAL_JOB_ID") or os.environ.get("SLURM_JOB_ID") or str(os.getpid())
+    names = ("SUBMITIT_LOCAL_JOB_ID", "HPCRL_JOB", "SLURM_JOB_ID")
+    return next((os.environ[name] for name in names if os.environ.get(name)), str(os.getpid()))
 
 
 def job_life() -> str:

@@ -45,7 +45,7 @@ CLOSING_S = 20.0  # of the time that a rollout node is told ahead, for closing i
 
 
 def run_role(root: str, role: str, index: int, control_number: int) -> None:
-    """What submitit runs in each task of a role's job, which the control of that incarnation asked for."""
+    """What runs in each task of a role's job, which the control of that incarnation asked for."""
     paths = RunPaths.of(root)
     config = load_resolved(paths.config)
     os.environ.update(node_environment(paths))
@@ -53,6 +53,9 @@ def run_role(root: str, role: str, index: int, control_number: int) -> None:
     die_with_parent()
     start_logging(paths.logs, f"{role}-{index}" if role != "learner" else f"learner-r{task_rank()}", job)
     logger.info("%s-%d starts as job %s, pid %d", role, index, job, os.getpid())
+    if config.launch.fleet == "presubmitted" and paths.stopped.exists():
+        logger.info("the run has ended: nothing is left to do")
+        return
     match role:
         case "control":
             asyncio.run(control(paths, config) if config.launch.executor == "local" else keep_control(paths, config))
@@ -142,10 +145,12 @@ async def control(paths: RunPaths, config: Config) -> None:
                 driver.leave()
 
             # Slurm's SIGTERM means this job alone: who wants the run to end leaves a command.
-            on_signal(driver.stop if config.launch.executor == "local" else driver.leave, leave)
+            # The end of an allocation that all roles share is the run's, for now.
+            alone = config.launch.executor == "slurm"
+            on_signal(driver.leave if alone else driver.stop, leave if alone else driver.stop)
             outcome = await driver.run()
             logger.info("control leaves" if outcome == MOVED else "the run is over: %s", outcome)
-            if told and outcome == MOVED:
+            if told and outcome == MOVED and config.launch.fleet == "live":
                 await _hand_over(paths)
     finally:
         row = read_json(paths.scheduler)
@@ -159,7 +164,7 @@ async def _hand_over(paths: RunPaths) -> None:
     """Submit the next control, to begin when this one has ended; tried for as long as the allocation lasts."""
     while True:
         try:
-            successor = await submit_async(paths, "control", 0, 0, after=job_id())
+            successor = await submit_async(paths, "control", 0, 0, after=f"afterany:{job_id()}")
         except HpcrlError as error:
             logger.error("no successor yet: %s", error)
             await asyncio.sleep(5.0)
@@ -368,10 +373,13 @@ def _wait_for(path: Path, seconds: float) -> dict[str, Any]:
 
 
 def main(what: str, root: str, name: str = "", *numbers: str) -> None:
-    """`submit RUN ROLE INDEX CONTROL [AFTER]` hands a role's job to the executor, `control RUN` is control,
-    `host RUN NODE INDEX NUMBER` a host."""
+    """`submit RUN ROLE INDEX CONTROL [AFTER]` hands a role's job to the executor, `run RUN ROLE INDEX CONTROL` is one
+    that has no pickle, `control RUN` is control, `host RUN NODE INDEX NUMBER` a host."""
     paths = RunPaths.of(root)
-    if what == "control":
+    if what == "run":
+        signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # until the role knows what to do
+        run_role(root, name, int(numbers[0]), int(numbers[1]))
+    elif what == "control":
         die_with_parent()
         start_logging(paths.logs, "control-0", job_id())
         asyncio.run(control(paths, load_resolved(paths.config)))

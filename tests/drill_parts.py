@@ -7,7 +7,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -83,21 +83,23 @@ ROLES = {"control": 1, "rollout": 2, "sandbox": 2, "learner": 1}
 class Drill:
     """A run that nobody watches: what is submitted goes on by itself."""
 
-    def __init__(self, slurm: Slurm, folder: Path, **values: Any) -> None:
-        self.slurm, self.run = slurm, folder / "run"
+    def __init__(self, slurm: Slurm, folder: Path, *options: str, **values: Any) -> None:
+        self.slurm, self.folder, self.run = slurm, folder, folder / "run"
         given = {"model": "tiny", "updates": 4000, "time": "1:00:00", "signal_s": 60, "lead_s": 60, **values}
         (folder / "drill.toml").write_text(CONFIG.format(**given))
         self.seconds: dict[str, float] = {}
-        batch = (
-            "sbatch",
-            "--wait",
-            "--mem=500M",
-            f"--chdir={folder}",
-            Path(__file__).parents[1] / "slurm" / "train.sbatch",
-        )
+        self.begin(*options)
+
+    def begin(self, *options: str) -> None:
+        self.sbatch("train.sbatch", "--wait", "--mem=500M", words=("--run", self.run, *options))
+
+    def sbatch(self, script: str, *options: str, words: Sequence[object]) -> str:
+        """Run one of our batch scripts; what sbatch said."""
         command = str(Path(sys.executable).with_name("hpcrl"))
-        said = slurm.run(*batch, folder / "drill.toml", "--run", self.run, HPCRL=command)
-        assert said.returncode == 0, (said.stderr, [path.read_text() for path in folder.glob("*.out")])
+        batch = ("sbatch", f"--chdir={self.folder}", *options, Path(__file__).parents[1] / "slurm" / script)
+        said = self.slurm.run(*batch, self.folder / "drill.toml", *words, HPCRL=command)
+        assert said.returncode == 0, (said.stderr, [path.read_text() for path in self.folder.glob("*.out")])
+        return said.stdout
 
     def hpcrl(self, *words: object, timeout: float = 120) -> subprocess.CompletedProcess[str]:
         return self.slurm.run(*HPCRL, *words, timeout=timeout)

@@ -54,13 +54,15 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, s
 # ---- scripts --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["cluster", "one_node", "testbed"])
+@pytest.mark.parametrize("name", ["cluster", "one_node", "testbed", "steps"])
 def test_the_scripts_of_a_dry_run(name: str, tmp_path: Path) -> None:
     """To make them anew: delete the file, and look at what git says of the new one."""
     path = ROOT / "configs" / f"{name}.toml"
-    if name == "testbed":
+    if name in ("testbed", "steps"):
         path = tmp_path / "testbed.toml"
         path.write_text(f'include = ["{ROOT}/configs/quickstart.toml", "{ROOT}/slurm/sites/testbed.toml"]\n')
+        if name == "steps":
+            path.write_text(path.read_text() + '[launch]\nexecutor = "steps"\n')
     done = hpcrl("train", path, "--dry-run", "--run", "/runs/one", "--set", "rollout.slurm={partition='odd one'}")
     assert done.returncode == 0, done.stderr
     said = done.stdout.replace(sys.executable, "PYTHON")

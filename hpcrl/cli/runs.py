@@ -64,13 +64,14 @@ def train(
 def begin(paths: RunPaths, settings: Config, detach: bool) -> None:
     if not detach:
         sys.exit(watch_to_end(paths, settings))
-    job = launch.submit(paths, "control")
+    job = launch.start(paths, settings)
     print(f"job {job.id} is its control; `hpcrl watch {paths.root}` shows it, `hpcrl stop {paths.root}` ends it")
 
 
 def check_detach(settings: Config, detach: bool) -> None:
-    if detach and settings.launch.executor == "local":
-        raise ConfigError("launch.executor: is 'local', whose jobs end with this command; --detach needs 'slurm'")
+    executor = settings.launch.executor
+    if detach and executor != "slurm":
+        raise ConfigError(f"launch.executor: is {executor!r}, whose jobs end with this command; --detach needs 'slurm'")
 
 
 @app.command()
@@ -87,7 +88,7 @@ def resume(
     settings = config.with_sets(old, sets or ())
     config.check_resume(old, settings)
     check_detach(settings, detach)
-    running = launch.newest(paths, "control")
+    running = launch.current(paths)
     if running is not None and launch.alive(running):
         raise ConfigError(f"{run}: is running (job {running.id}); watch it with `hpcrl watch {run}`")
     stopped = read_json(paths.stopped)
@@ -114,7 +115,7 @@ def stop(run: RunFolder) -> None:
     if launch.at_rest(paths):
         print(f"{run}: has ended; nothing is left of it")
         return
-    control = launch.newest(paths, "control")
+    control = launch.current(paths)
     if control is not None and launch.look([control])[control.key].name == "PENDING":
         launch.send([control], signal.SIGKILL)
     elif launch.alive(control):
@@ -144,7 +145,9 @@ def scale(
     settings = config.load_resolved(paths.config)
     sets = [_sized(settings, size) for size in sizes]
     config.with_sets(settings, sets)
-    if not launch.alive(launch.newest(paths, "control")):
+    if settings.launch.fleet == "presubmitted":
+        raise ConfigError(f"launch.fleet: is presubmitted; stop it, then `hpcrl resume {run} --set {sets[0]}`")
+    if not launch.alive(launch.current(paths)):
         raise ConfigError(f"{run}: is not running; `hpcrl resume {run} --set {sets[0]}` starts it with that")
     publish_json(paths.inbox / f"scale-{time.time_ns()}.json", {"command": "scale", "sets": sets})
     print(f"{run}: asked for {', '.join(sets)}; `hpcrl status {run}` shows the jobs")
@@ -181,6 +184,9 @@ def check(settings: Config) -> None:
     local_run = settings.launch.executor == "local"
     if local_run:
         launch.local.check_devices(settings)
+    if settings.launch.executor == "steps":
+        for role, index in launch.wanted(settings):
+            launch.steps.allocation_of(settings, role, index)
     if settings.store.durability == "local":
         print("store.durability = local: the latest steps of a node that is lost are lost with it", file=sys.stderr)
     free, needed = free_ports(settings), ports_needed(settings)
@@ -251,7 +257,7 @@ def watch_to_end(paths: RunPaths, settings: Config) -> int:
 
     def interrupt(*_: object) -> None:
         nonlocal stopping, leaving
-        if settings.launch.executor != "local":
+        if settings.launch.executor == "slurm":
             leaving = True
         elif not stopping:
             stopping = True
@@ -259,7 +265,7 @@ def watch_to_end(paths: RunPaths, settings: Config) -> int:
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, interrupt)
-    job = launch.submit(paths, "control")
+    job = launch.start(paths, settings)
     restarts = updates = 0
     told = False
     look = LookAt(job, settings)
@@ -285,9 +291,8 @@ def watch_to_end(paths: RunPaths, settings: Config) -> int:
                 view.say("stopping: trajectories in flight are parked, the store is sealed …")
             time.sleep(WATCH_S)
             if not look.alive and read_json(paths.stopped) is None:
-                latest = launch.newest(paths, "control")
-                if latest is not None and latest.key != job.key:  # it handed over
-                    job, look = latest, LookAt(latest, settings)
+                if (later := launch.successor(paths, job)) is not None:  # it handed over
+                    job, look = later, LookAt(later, settings)
                     continue
                 if look.name == "CANCELLED":
                     what = f"`hpcrl stop {paths.root}` ends the other jobs, `hpcrl resume {paths.root}` goes on"

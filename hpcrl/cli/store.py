@@ -133,8 +133,8 @@ def seal(
     from hpcrl.store.segment import CLOSED, OPEN, segments
 
     paths = RunPaths.of(run)
-    control = launch.newest(paths, "control")
-    if not launch.at_rest(paths) and launch.alive(control):
+    control = None if launch.at_rest(paths) else launch.current(paths)
+    if launch.alive(control):
         were_open, before = segments(paths.log, OPEN), segments(paths.log, CLOSED)
         _ask_to_seal(paths, lambda: launch.alive(control))
         left = [path for path in were_open if path in segments(paths.log, OPEN, anew=True)]

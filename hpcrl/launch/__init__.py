@@ -7,24 +7,26 @@ that a job shares neither the terminal's signals nor the environment of whoever 
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
+import math
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 
-from hpcrl.config import Config, load_resolved
-from hpcrl.launch import local, slurm
+from hpcrl.config import Config, load_resolved, seconds_of
+from hpcrl.launch import local, slurm, steps
 from hpcrl.launch.jobs import GONE, ROLES, STATIC, Executor, Job, Role, State, jobs, newest, record, wanted
 from hpcrl.launch.slurm import SUBMIT_S, SlurmError
-from hpcrl.layout import RunPaths, publish, read_json
+from hpcrl.layout import RunPaths, incarnations, publish, read_json
 from hpcrl.types import HpcrlError
 
 __all__ = ["GONE", "ROLES", "Job", "Role", "SlurmError", "State", "jobs", "newest", "record", "wanted"]
 
-EXECUTORS: dict[str, Executor] = {"local": local, "slurm": slurm}
+EXECUTORS: dict[str, Executor] = {"local": local, "slurm": slurm, "steps": steps}
 
 
 def look(jobs: Iterable[Job]) -> dict[str, State]:
@@ -37,6 +39,20 @@ def look(jobs: Iterable[Job]) -> dict[str, State]:
 
 def alive(job: Job | None) -> bool:
     return job is not None and look([job])[job.key].alive
+
+
+def current(paths: RunPaths, role: Role = "control") -> Job | None:
+    """The first job of a role that lives; the last one where none does."""
+    found = [job for job in jobs(paths) if job.role == role]
+    states = look(found)
+    return next((job for job in found if states[job.key].alive), found[-1] if found else None)
+
+
+def successor(paths: RunPaths, before: Job) -> Job | None:
+    """The job that was submitted to follow that one, if any was by now."""
+    found = [job for job in jobs(paths) if (job.role, job.index) == (before.role, before.index)]
+    later = [job for job in found if job.wall > before.wall]
+    return later[0] if later else None
 
 
 def living(paths: RunPaths) -> list[Job]:
@@ -66,12 +82,42 @@ def _by_executor(jobs: Iterable[Job]) -> dict[str, list[Job]]:
     return found
 
 
-def submit(paths: RunPaths, role: Role, index: int = 0, control: int = 0) -> Job:
-    """Submit one job, for the control of that incarnation. Raises HpcrlError with the executor's own words when it is
-    refused."""
+def start(paths: RunPaths, config: Config) -> Job:
+    """Submit control, which submits the rest; or, where it may not, every job and those that are to follow it, control
+    last: it knows the jobs that were there before it. Returns control's first. Raises HpcrlError, and leaves nothing,
+    when one is refused."""
+    if config.launch.fleet == "live":
+        return submit(paths, "control")
+    submitted: list[Job] = []
+    number = max(incarnations(paths.ledger), default=0) + 1  # of the control to come
+    try:
+        for role, index in reversed(wanted(config)):
+            before = None
+            for _ in range(config.launch.lives):
+                before = submit(paths, role, index, number, after=_turn(config, before))
+                submitted.append(before)
+    except BaseException:
+        send(submitted, signal.SIGKILL)
+        raise
+    return submitted[-config.launch.lives]
+
+
+def _turn(config: Config, before: Job | None) -> str:
+    """When the job that follows may begin: a while before that one's time is over, where two may be at once."""
+    if before is None:
+        return ""
+    asked = config.slurm_of(before.role, before.index)
+    ahead_s, limit_s = asked.signal_s + asked.lead_s, seconds_of(asked.time)
+    overlaps = before.role in ("rollout", "sandbox") and 2 * ahead_s < limit_s < math.inf
+    return f"after:{before.id}+{int((limit_s - ahead_s) // 60)}" if overlaps else f"afterany:{before.id}"
+
+
+def submit(paths: RunPaths, role: Role, index: int = 0, control: int = 0, *, after: str = "") -> Job:
+    """Submit one job, for the control of that incarnation. `after`: Slurm's word for what it waits for. Raises
+    HpcrlError with the executor's own words when it is refused."""
     try:
         done = subprocess.run(
-            _helper(paths, role, index, control),
+            [*_helper(paths, role, index, control), after],
             capture_output=True,
             start_new_session=True,
             check=False,
@@ -83,7 +129,7 @@ def submit(paths: RunPaths, role: Role, index: int = 0, control: int = 0) -> Job
 
 
 async def submit_async(paths: RunPaths, role: Role, index: int, control: int, *, after: str = "") -> Job:
-    """`submit` without holding up the event loop. `after`: the job of Slurm's whose end it waits for."""
+    """`submit` without holding up the event loop. `after`: as there."""
     process = await asyncio.create_subprocess_exec(
         *_helper(paths, role, index, control),
         after,
@@ -146,7 +192,7 @@ def node_environment(paths: RunPaths) -> dict[str, str]:
     }
 
 
-def submit_here(paths: RunPaths, role: Role, index: int, body: Callable[[], None], after: str) -> None:
+def submit_here(paths: RunPaths, role: Role, index: int, body: functools.partial[None], after: str) -> None:
     """The helper's part: hand one job to submitit; record it, print the record.
 
     It records itself, so that a job is known even when whoever asked for it died meanwhile.
@@ -156,7 +202,7 @@ def submit_here(paths: RunPaths, role: Role, index: int, body: Callable[[], None
     answer = os.dup(1)
     os.set_inheritable(answer, False)
     null = os.open(os.devnull, os.O_RDWR)
-    for fd in (0, 1) if config.launch.executor == "slurm" else (0, 1, 2):
+    for fd in (0, 1, 2) if config.launch.executor == "local" else (0, 1):
         os.dup2(null, fd)
     os.environ.update(STATIC)
     job = EXECUTORS[config.launch.executor].submit(paths, config, role, index, body, after)
@@ -167,4 +213,5 @@ def submit_here(paths: RunPaths, role: Role, index: int, body: Callable[[], None
 def scripts(paths: RunPaths, config: Config) -> list[tuple[str, str]]:
     """(job, script) of each job that a run would submit."""
     executor = EXECUTORS[config.launch.executor]
-    return [(f"{role}-{index}", executor.script(paths, config, role, index)) for role, index in wanted(config)]
+    times = f" ({config.launch.lives} times)" if config.launch.fleet == "presubmitted" else ""
+    return [(f"{role}-{index}{times}", executor.script(paths, config, role, index)) for role, index in wanted(config)]

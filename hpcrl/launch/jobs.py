@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -23,7 +24,8 @@ STATIC = {  # of every role's environment, on whatever node: one thread per proc
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """A submitted job. Locally its id is the pid of submitit's controller, whose children are the job's tasks."""
+    """A submitted job. Locally its id is the pid of submitit's controller, whose children are the job's tasks; of a
+    step it is the name that we gave it."""
 
     role: Role
     index: int
@@ -94,9 +96,10 @@ class Executor(Protocol):
         """To the tasks of each; SIGKILL ends the whole job."""
 
     def submit(
-        self, paths: RunPaths, config: Config, role: Role, index: int, body: Callable[[], None], after: str
+        self, paths: RunPaths, config: Config, role: Role, index: int, body: functools.partial[None], after: str
     ) -> Job:
-        """Hand `body` to submitit, in this process's environment. `after`: the job whose end it waits for, or ""."""
+        """Have `body` run, in this process's environment. `after`: what it waits for, in the executor's words, or
+        ""."""
 
     def script(self, paths: RunPaths, config: Config, role: Role, index: int) -> str:
         """What the job would be, for people."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
@@ -54,11 +55,12 @@ def _process(job: Job) -> psutil.Process | None:
     return None
 
 
-def submit(paths: RunPaths, config: Config, role: Role, index: int, body: Callable[[], None], after: str) -> Job:
+def submit(paths: RunPaths, config: Config, role: Role, index: int, body: functools.partial[None], after: str) -> Job:
     """Hand `body` to submitit; for good in this process, whose environment the job takes over."""
     import submitit
 
     assert not after, "a local job waits for no other"
+    os.environ.pop("HPCRL_JOB", None)
     if role in ("rollout", "learner"):  # control hands its own environment on
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(devices_of(config, role, index, visible_devices()))
     executor = submitit.LocalExecutor(folder=paths.submitit / f"{role}-{index}")

@@ -6,6 +6,7 @@ after all jobs.
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import os
@@ -13,10 +14,11 @@ import shlex
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from hpcrl.config import Config, seconds_of
+from hpcrl.config import Slurm as SlurmTable
 from hpcrl.launch.jobs import GONE, STATIC, Job, Role, State, jobs
 from hpcrl.layout import RunPaths, read_json
 from hpcrl.types import HpcrlError
@@ -30,7 +32,8 @@ BOOT_FAIL CANCELLED COMPLETED DEADLINE FAILED NODE_FAIL OUT_OF_MEMORY PREEMPTED 
 """
 ENDED = frozenset(_ENDED.split())
 # Of a job that submits another: what describes the one and would be taken for the other's.
-_OF_A_JOB = (
+OF_A_JOB = (
+    "HPCRL_JOB",
     "SLURM",
     "SBATCH_",
     "SRUN_",
@@ -96,10 +99,12 @@ def state_of(row: str) -> State:
     except ValueError as error:
         raise SlurmError(f"squeue: can't read {row[:200]!r}; expected five fields between |") from error
     alive = name not in ENDED
-    return State(alive=alive, name=name, node=node, reason="" if reason == "None" else reason, left_s=_left(left))
+    return State(
+        alive=alive, name=name, node=node, reason="" if reason == "None" else reason, left_s=seconds_left(left)
+    )
 
 
-def _left(text: str) -> float | None:
+def seconds_left(text: str) -> float | None:
     try:
         return float(seconds_of(text))
     except ValueError:  # UNLIMITED, NOT_SET, INVALID
@@ -121,17 +126,17 @@ def send(jobs: Sequence[Job], number: signal.Signals) -> None:
 # ---- submitting -----------------------------------------------------------------------------------------------------
 
 
-def submit(paths: RunPaths, config: Config, role: Role, index: int, body: Callable[[], None], after: str) -> Job:
+def submit(paths: RunPaths, config: Config, role: Role, index: int, body: functools.partial[None], after: str) -> Job:
     """Hand `body` to sbatch; for good in this process, whose environment the job takes over, but for what is of a job.
-    `after`: the job whose end it waits for, or "". Raises SlurmError in sbatch's words."""
+    `after`: what it waits for, as Slurm's dependencies say it, or "". Raises SlurmError in sbatch's words."""
     kept = ("SLURM_CONF",) if config.slurm_of(role, index).account else ("SLURM_CONF", "SBATCH_ACCOUNT")
-    for name in [name for name in os.environ if name.startswith(_OF_A_JOB) and name not in kept]:
+    for name in [name for name in os.environ if name.startswith(OF_A_JOB) and name not in kept]:
         del os.environ[name]  # of SBATCH_*, since sbatch would have it overrule the script
     if unknown := _unrecorded(paths, config, role, index):
         return Job(role=role, index=index, executor="slurm", id=unknown, wall=time.time())
     executor = _executor(paths, config, role, index)
     if after:
-        executor.update_parameters(dependency=f"afterany:{after}")
+        executor.update_parameters(dependency=after)
     try:
         id = executor.submit(body).job_id
     except Exception as error:  # submitit's own kinds, among others
@@ -162,16 +167,23 @@ def _executor(paths: RunPaths, config: Config, role: Role, index: int) -> Any:
         def affinity(cls) -> int:
             return 2  # a script can be made where there is no srun; sbatch says it if it is missing
 
-    asked = config.slurm_of(role, index)
-    python = None
-    if asked.container and asked.container_runtime != "pyxis":
-        words = (asked.container_runtime, "exec", "--nv", "--bind", str(paths.root), asked.container)
-        python = shlex.join((*words, asked.container_python))
-    elif asked.container:
-        python = shlex.quote(asked.container_python)
-    executor = SlurmExecutor(folder=paths.submitit / f"{role}-{index}", python=python)
+    python, _ = container_of(paths, config.slurm_of(role, index))
+    executor = SlurmExecutor(folder=paths.submitit / f"{role}-{index}", python=shlex.join(python) or None)
     executor.update_parameters(**parameters(paths, config, role, index))
     return executor
+
+
+def container_of(paths: RunPaths, asked: SlurmTable) -> tuple[list[str], list[str]]:
+    """The words that call Python in a container, and srun's options for it; none without one."""
+    if not asked.container:
+        return [], []
+    if asked.container_runtime == "pyxis":
+        return [asked.container_python], [
+            f"--container-image={asked.container}",
+            f"--container-mounts={paths.root}",
+        ]
+    words = (asked.container_runtime, "exec", "--nv", "--bind", str(paths.root))
+    return [*words, asked.container, asked.container_python], []
 
 
 def job_name(paths: RunPaths, config: Config, role: Role, index: int) -> str:
@@ -182,14 +194,13 @@ def job_name(paths: RunPaths, config: Config, role: Role, index: int) -> str:
 def parameters(paths: RunPaths, config: Config, role: Role, index: int) -> dict[str, Any]:
     """submitit's parameters of a role's job."""
     asked = config.slurm_of(role, index)
-    size = _size(config, role, index)
+    size = size_of(config, role, index)
     excluded = (read_json(paths.excluded) or {"nodes": []})["nodes"]
     cpus = asked.cpus or size["cpus"]
     srun_args = [f"--cpus-per-task={cpus}"]  # since 22.05 srun doesn't take it from the job
     if role == "learner":
         srun_args.append("--kill-on-bad-exit=1")
-    if asked.container and asked.container_runtime == "pyxis":
-        srun_args += [f"--container-image={asked.container}", f"--container-mounts={paths.root}"]
+    srun_args += container_of(paths, asked)[1]
     more = dict(_directive(line) for line in asked.directives)
     for flag, value in (("mem", asked.memory), ("mem-per-cpu", asked.memory_per_cpu)):
         if value:
@@ -230,7 +241,7 @@ def _directive(line: str) -> tuple[str, str | bool]:
     return key, value if equals else True
 
 
-def _size(config: Config, role: Role, index: int) -> dict[str, int]:
+def size_of(config: Config, role: Role, index: int) -> dict[str, int]:
     """Nodes, tasks per node, CPUs per task, GPUs per node that a role needs where the config doesn't say."""
     match role:
         case "rollout":

@@ -231,6 +231,7 @@ class Learner(Table):
     betas: tuple[Number, Number] = Field(default=(0.9, 0.95), strict=False)
     weight_decay: Number = 0.0
     collective_timeout_s: PositiveNumber = 600.0
+    idle_s: Number = 0.0  # with Slurm: after so long without anything to train its job is released; 0: never
     slurm: SlurmHere = {}
 
     @model_validator(mode="after")

@@ -14,6 +14,7 @@ import contextlib
 import errno
 import json
 import logging
+import math
 import re
 import shutil
 import subprocess
@@ -142,6 +143,7 @@ class Driver:
         self._last = next((row for row in reversed(rows) if row.trajectories), None)
         self._rates: deque[tuple[float, float, float, int]] = deque(maxlen=30)  # time, tokens, busy s, updates
         self._receipts = 0
+        self._busy_at = -math.inf  # when the learner had something to do
         self._outcome = asyncio.Event()
         self._reason = ""
         self._tasks: asyncio.TaskGroup
@@ -442,6 +444,7 @@ class Driver:
         if not row.trajectories:
             return
         self._fleet.updated()
+        self._busy_at = time.monotonic()
         if self._last is not None and row.update <= self._last.update:
             # The learner went back to a checkpoint: what it had trained beyond is void, and trained again.
             self._trained.clear()
@@ -458,6 +461,8 @@ class Driver:
     async def _watch_fleet(self) -> None:
         while True:
             self._read_progress()  # first: a learner that is done has ended, not died
+            if self._config.launch.executor == "slurm":
+                self._let_the_learner_rest(time.monotonic())
             try:
                 outcome = await self._fleet.ensure()
             except HpcrlError as error:
@@ -472,6 +477,20 @@ class Driver:
                     role["leaving"] = True
                     self._handle(f.SandboxLeft(sandbox=role["address"]))
             await asyncio.sleep(1.0)
+
+    def _let_the_learner_rest(self, now: float) -> None:
+        """Its nodes are not to stand idle: it is submitted when there are rollouts, or something to train, and released
+        when there has been nothing to train for long."""
+        if self.flow.update_waits:
+            self._busy_at = now
+        begun = math.isfinite(self._busy_at) or any(node.ready for node in self.flow.nodes.values())
+        idle_s = self._config.learner.idle_s
+        if begun and not math.isfinite(self._busy_at):
+            self._busy_at = now
+        rests = not begun or (idle_s > 0 and now - self._busy_at > idle_s)
+        if rests and begun and "learner" not in self._fleet.resting:
+            logger.info("nothing to train for %g s (learner.idle_s): the learner's job is released", idle_s)
+        (self._fleet.resting.add if rests else self._fleet.resting.discard)("learner")
 
     async def _tick(self) -> None:
         while True:

@@ -41,6 +41,7 @@ class Fleet:
         self._failures: Counter[str] = Counter()  # of jobs, by node
         paths.excluded.unlink(missing_ok=True)
         self.done: set[Role] = set()  # roles whose work is over: not replaced
+        self.resting: set[Role] = set()  # roles that have nothing to do for now: told to leave, not submitted
         self._jobs = [job for job in launch.jobs(paths) if job.role != "control"]  # all that may still live
         self.states: dict[str, State] = {}  # by job's key, as last seen
         self.ended: set[str] = set()  # keys of jobs that surely have ended
@@ -98,6 +99,12 @@ class Fleet:
             if job is not None and role == "learner" and self._lost_a_rank(job):
                 logger.warning("a rank of job %s (learner) is gone: ending the others", job.id)
                 launch.send([job], signal.SIGKILL)
+            if role in self.resting:
+                if job is not None and state is not None and state.alive:
+                    self._leaving.append(job)
+                else:
+                    self.wanted[role, index] = None
+                continue
             ends = state is not None and state.alive and self._ends_soon(role, index, state)
             if role in self.done or now < self._not_before.get((role, index), 0):
                 continue

@@ -457,6 +457,31 @@ async def test_a_job_has_its_successor_before_its_time_is_over(
     assert cluster.fleet.is_told(ids["rollout", 0]) and not cluster.fleet.restarts
 
 
+async def test_a_role_that_rests_is_told_to_leave_and_comes_back(
+    command: Callable[[str, str], Path], tmp_path: Path
+) -> None:
+    cluster = Cluster(tmp_path, command, gpu_hours=9)
+    cluster.fleet.resting.add("learner")
+    await cluster.ensure()
+    assert launch.newest(cluster.paths, "learner") is None
+    cluster.fleet.resting.clear()
+    cluster.all_run()
+    await cluster.ensure()
+    first = launch.newest(cluster.paths, "learner")
+    assert first is not None
+    cluster.all_run()
+    cluster.fleet.resting.add("learner")
+    for _ in range(2):
+        await cluster.ensure()
+    assert f"--signal=USR2 --state=RUNNING {first.id}\n" in cluster.cancelled.read_text()
+    cluster.all_run(**{f"_{first.id}": "COMPLETED|0:00|n1"})
+    await cluster.ensure()
+    assert launch.newest(cluster.paths, "learner") == first and not cluster.fleet.restarts
+    cluster.fleet.resting.clear()
+    await cluster.ensure()
+    assert launch.newest(cluster.paths, "learner") != first and not cluster.fleet.restarts
+
+
 async def test_a_budget_that_is_used_up_ends_the_run(command: Callable[[str, str], Path], tmp_path: Path) -> None:
     cluster = Cluster(tmp_path, command, gpu_hours=1.0)
     await cluster.ensure()

@@ -65,6 +65,18 @@ def test_a_run_within_one_allocation(slurm: Slurm, folder: Path, tiny_model: Pat
     assert report.ok and not report.trained_twice, report
 
 
+@pytest.mark.slow
+def test_a_learner_that_has_nothing_to_do_gives_its_nodes_back(slurm: Slurm, folder: Path, tiny_model: Path) -> None:
+    run = Drill(slurm, folder, "--set", "learner.idle_s=10", model=tiny_model)
+    until(lambda: run.updates >= 2, 300)
+    slurm.ask("scontrol", "update", "PartitionName=gpu", "State=DOWN")
+    slurm.ask("scancel", *(job["id"] for job in run.jobs("rollout")))
+    until(lambda: not run.jobs("learner"), 180)
+    slurm.ask("scontrol", "update", "PartitionName=gpu", "State=UP")
+    run.goes_on()
+    run.stop()
+
+
 def test_where_compute_nodes_may_not_submit(slurm: Slurm, folder: Path, tiny_model: Path) -> None:
     ahead = ("--set", "launch.fleet=presubmitted", "--set", "launch.lives=2")
     run = Drill(slurm, folder, *ahead, model=tiny_model, updates=30)

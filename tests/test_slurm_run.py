@@ -18,9 +18,12 @@ import pytest
 from distributed.comm import connect
 from distributed.security import Security
 from drill_parts import ROLES, Drill, pids
+from length_bias import compare
 from slurm_parts import TESTBED, Slurm, until
 
+from hpcrl import launch
 from hpcrl.layout import read_json
+from hpcrl.store.ledger import lineage
 from hpcrl.workers.guest import security
 
 pytestmark = pytest.mark.slurm
@@ -217,7 +220,7 @@ def test_nothing_happens_while_slurm_is_away(drill: Drill) -> None:
         Testbed(drill.slurm.state).kill("ctl")
         began = time.monotonic()
         said = drill.hpcrl("status", drill.run, timeout=100)
-        assert said.returncode == 0 and "no answer" in said.stdout, (said.stdout, said.stderr)
+        assert said.returncode == 0 and "Slurm: Slurm doesn't answer" in said.stdout, (said.stdout, said.stderr)
         time.sleep(max(0.0, 60 - (time.monotonic() - began)))
         drill.slurm.script("up")
     assert {role: drill.jobs(role) for role in ROLES} == jobs
@@ -241,6 +244,29 @@ def test_a_run_whose_jobs_were_all_cancelled_is_resumed(drill: Drill) -> None:
     with drill.drill("everything cancelled, then resumed", 400):
         said = drill.hpcrl("resume", drill.run, "--detach")
         assert said.returncode == 0, said.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+def test_allocations_of_four_minutes_follow_one_another(slurm: Slurm, tiny_model: Path, tmp_path: Path) -> None:
+    """Of each role three at least; nothing is missing, nothing is done twice, and no trajectory is lost for its length."""
+    folder = Path(tempfile.mkdtemp(prefix="walltime"))
+    run = Drill(slurm, folder, model=tiny_model, time="4", signal_s=45, lead_s=45)
+    lives = lambda role: {job.id for job in launch.jobs(run.paths) if job.role == role}  # noqa: E731
+    until(lambda: all(len(lives(role)) >= 3 * count for role, count in ROLES.items()), 1500)
+    run.goes_on(10, 400)
+    run.stop()
+    updates = [row.update for row in lineage(run.paths) if row.trajectories]
+    assert updates == list(range(1, len(updates) + 1))
+    told = json.loads(run.hpcrl("status", run.run, "--json").stdout)
+    undisturbed = folder / "undisturbed"
+    more = ("--set", "launch.executor=local", "--set", "learner.nodes=1", "--set", "phase.warm_start.updates=100")
+    said = run.hpcrl("train", folder / "drill.toml", *more, "--run", undisturbed, timeout=900)
+    assert said.returncode == 0, said.stderr
+    found = compare(run.run, undisturbed)
+    print(f"{len(updates)} updates; faults {told['accounting']['faults']}; lengths: {found}", flush=True)
+    assert found["disturbed"] == found["undisturbed"] and found["num_steps_p"] > 0.01
+    shutil.rmtree(folder)
 
 
 def kill_node(drill: Drill, node: str) -> None:

@@ -249,7 +249,7 @@ def test_a_run_whose_jobs_were_all_cancelled_is_resumed(drill: Drill) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
 def test_allocations_of_four_minutes_follow_one_another(slurm: Slurm, tiny_model: Path, tmp_path: Path) -> None:
-    """Of each role three at least; nothing is missing, nothing is done twice, and no trajectory is lost for its length."""
+    """Of each role three at least; nothing is missing, nothing done twice, and no trajectory is lost for its length."""
     folder = Path(tempfile.mkdtemp(prefix="walltime"))
     run = Drill(slurm, folder, model=tiny_model, time="4", signal_s=45, lead_s=45)
     lives = lambda role: {job.id for job in launch.jobs(run.paths) if job.role == role}  # noqa: E731

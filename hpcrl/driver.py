@@ -41,7 +41,7 @@ from hpcrl.store.index import Store
 from hpcrl.store.ledger import LedgerWriter, ProgressReader, UpdateRow, lineage
 from hpcrl.store.seal import seal_ended
 from hpcrl.types import Ended, Entry, EnvironmentFamily, HpcrlError, Task
-from hpcrl.workers.guest import TOPIC
+from hpcrl.workers.guest import TOPIC, versions
 from hpcrl.workers.hosts import run_ticket
 
 logger = logging.getLogger(__name__)
@@ -553,8 +553,8 @@ class Driver:
 
     def _publish_address(self) -> None:
         """Where hosts and sandbox nodes find control; again, should the file have gone."""
-        row = {"address": self._scheduler.address, "incarnation": self._incarnation}
         if read_json(self._paths.scheduler) is None:
+            row = {"address": self._scheduler.address, "incarnation": self._incarnation, **versions()}
             publish_json(self._paths.scheduler, row)
 
     def status(self) -> dict[str, Any]:

@@ -124,7 +124,7 @@ async def control(paths: RunPaths, config: Config) -> None:
     from hpcrl.driver import MOVED, Driver
     from hpcrl.rollout.environments import load_family
     from hpcrl.store.ledger import LedgerWriter
-    from hpcrl.workers.guest import configure_dask, security
+    from hpcrl.workers.guest import configure_dask, security, versions
 
     configure_dask()
     paths.stopped.unlink(missing_ok=True)
@@ -132,7 +132,8 @@ async def control(paths: RunPaths, config: Config) -> None:
     secure = security(paths)
     scheduler = await _scheduler(config, secure)
     try:
-        publish_json(paths.scheduler, {"address": scheduler.address, "incarnation": ledger.incarnation})
+        where = {"address": scheduler.address, "incarnation": ledger.incarnation}
+        publish_json(paths.scheduler, where | versions())
         logger.info("control %d: scheduler at %s", ledger.incarnation, scheduler.address)
         async with Client(scheduler.address, asynchronous=True, security=secure, set_as_default=False) as client:
             family = load_family(config.environment.name, config.environment.options)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib.metadata
 import logging
 import os
+import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
@@ -18,11 +20,9 @@ from distributed.comm.addressing import parse_host_port
 from distributed.security import Security
 
 from hpcrl.config import Config
-from hpcrl.layout import RunPaths, read_json
+from hpcrl.layout import RunPaths, node_name, read_json
 from hpcrl.node import host_of
-from hpcrl.types import (
-    ConfigError,
-)
+from hpcrl.types import ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +49,12 @@ DASK = {
 
 def configure_dask() -> None:
     dask.config.set(DASK)
+
+
+def versions() -> dict[str, str]:
+    """What two processes must have alike to understand each other."""
+    packages = {name: importlib.metadata.version(name) for name in ("dask", "distributed", "msgpack")}
+    return {"python": ".".join(map(str, sys.version_info[:2])), **packages}
 
 
 def security(paths: RunPaths) -> Security:
@@ -99,6 +105,11 @@ class Guest:
             if scheduler is None or not await _listens(scheduler["address"]):
                 await self._pause(min(1.0, self._config.store.poll_s))
                 continue
+            if others := [f"{name} {found}" for name, found in versions().items() if found != scheduler[name]]:
+                there = [f"{name} {scheduler[name]}" for name in versions()]
+                raise ConfigError(
+                    f"{node_name()} has {', '.join(others)}, control has {', '.join(there)}: make them alike"
+                )
             try:
                 worker = Worker(
                     scheduler["address"], nthreads=self._nthreads, name=f"{self._name}-{os.getpid()}",

@@ -1,0 +1,61 @@
+"""Nodes as they are on clusters: a login shell's limits and locale, a home that nothing may be written to, another
+version of a library."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from drill_parts import CONFIG
+from run_parts import HPCRL
+from store_parts import run_folder
+
+from hpcrl.config import Config
+from hpcrl.layout import publish_json, read_json
+from hpcrl.types import ConfigError
+from hpcrl.workers.guest import Guest, versions
+
+
+@pytest.mark.timeout(600)
+def test_a_bare_environment(tmp_path: Path, tiny_model: Path) -> None:
+    """Of a batch job at its worst: no locale, a home of which nothing is to be touched, 256 open files."""
+    home, run = tmp_path / "home", tmp_path / "my run ü"
+    home.mkdir()
+    path = tmp_path / "run.toml"
+    path.write_text(CONFIG.format(model=tiny_model, updates=3, time="1:00:00", signal_s=60, lead_s=60))
+    sets = [f"--set={one}" for one in ("launch.executor=local", "learner.nodes=1", "launch.ports=21400-21499")]
+    command = ("bash", "-c", 'ulimit -Sn 256; exec "$@"', "-", *HPCRL, "train", str(path), "--run", str(run), *sets)
+    bare = {"PATH": os.environ["PATH"], "LC_ALL": "C", "HOME": str(home)}
+    kept = {name: os.environ[name] for name in ("PYTHONPATH",) if name in os.environ}
+    done = subprocess.run(command, env=bare | kept, capture_output=True, timeout=540, check=False)
+    assert done.returncode == 0, done.stderr.decode(errors="replace")
+    assert (read_json(run / "control" / "stopped.json") or {})["outcome"] == "done"
+    assert not list(home.iterdir())
+
+
+def test_another_version_of_a_library_is_refused_by_name(tmp_path: Path) -> None:
+    paths = run_folder(tmp_path / "run")
+    config = Config.model_validate({"phase": [{"name": "p", "trajectories": 2, "group_size": 2}]})
+
+    async def call(*_: object) -> None:
+        raise AssertionError
+
+    async def join(server: asyncio.Server) -> None:
+        host, port = server.sockets[0].getsockname()
+        row = {"address": f"tls://{host}:{port}", "incarnation": 1, **versions(), "msgpack": "0.0.1"}
+        publish_json(paths.scheduler, row)
+        await Guest(paths, config, "host", call, nthreads=1, local=tmp_path).serve()
+
+    async def main() -> None:
+        async with await asyncio.start_server(lambda *_: None, "127.0.0.1", 0) as server:
+            await join(server)
+
+    ours = rf"python {sys.version_info[0]}\.{sys.version_info[1]}"
+    with pytest.raises(
+        ConfigError, match=rf" has msgpack [1-9].*, control has {ours}.* msgpack 0\.0\.1: make them alike$"
+    ):
+        asyncio.run(main())

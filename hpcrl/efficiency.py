@@ -1,0 +1,442 @@
+"""What a run's jobs were given, what that went to, and what of it came to nothing.
+
+jobs.jsonl + Slurm's accounting, where it answers -> what was allocated   --+
+metrics/usage (telemetry.Usage)                   -> what its time went to  +-> `efficiency`: one JSON object
+ledger, progress, store                           -> what became of tokens --+
+
+A pool's *units* are its engines (rollout) or ranks (learner). A unit counts as its GPUs; as one where it has none. So
+
+    allocated unit-seconds of a pool = sum of its uses
+
+    learning     a rank is in an update: data read, forward, backward, step
+    generating   an engine is up and has at least one request in it
+    retry        of these two, what was done again or for nothing: the share of sampled tokens that lie off their
+                 trajectory's chain (the whole run's share, for each pool), of updates that a resume made void
+    weight_sync  a rank publishes a version, an engine loads and checks one
+    saving       a rank writes a checkpoint
+    starting     of a job and its units, from the allocation's first second; its end, after the role's
+    waiting      a rank has no data; an engine is up and has no request; GPUs that no unit of the job has
+    gaps         no engine is up, and none is being started
+    unknown      what nobody recorded: a job's last seconds when it was killed, jobs of an older hpcrl
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hpcrl import launch
+from hpcrl.config import Config
+from hpcrl.launch.sacct import Account, accounts
+from hpcrl.launch.slurm import SlurmError
+from hpcrl.layout import RunPaths, listed, read_json, read_lines
+from hpcrl.store.index import Store
+from hpcrl.store.ledger import UpdateRow, entries, lineage
+from hpcrl.store.records import Kind
+from hpcrl.types import Cause, State, StoreError
+
+USES = ("learning", "generating", "retry", "weight_sync", "saving", "starting", "waiting", "gaps", "unknown")
+_WORK = {"rollout": "generating", "learner": "learning"}
+Record = Mapping[str, Any]  # what telemetry.Usage wrote
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Life:
+    """A job with all that is known of it."""
+
+    job: launch.Job
+    records: Sequence[Record]  # of its tasks; of one that was requeued, several of each
+    ended: float | None  # wall, as control saw it
+    account: Account | None
+
+    @property
+    def name(self) -> str:
+        return f"job {self.job.id} ({self.job.role}-{self.job.index})"
+
+    @property
+    def seconds(self) -> float | None:
+        """That it had its nodes; None when nothing tells."""
+        recorded = max((sum(row["seconds"] for row in rows) for rows in self.by_rank().values()), default=0.0)
+        if self.account is not None:
+            return max(self.account.seconds, recorded)  # in whole seconds
+        if not self.records:
+            return self.ended - self.job.wall if self._is_local and self.ended is not None else None
+        last = max(self.records, key=lambda row: float(row["wall"]))
+        tail = 0.0 if last["ended"] or self.ended is None else max(0.0, self.ended - last["wall"])
+        return max(recorded, last["wall"] - self._began) + tail if self._is_local else recorded + tail
+
+    @property
+    def _is_local(self) -> bool:
+        return self.job.executor == "local"
+
+    @property
+    def _began(self) -> float | None:
+        """The allocation's first second; locally that is when it was submitted."""
+        if self._is_local:
+            return self.job.wall
+        return self.account.began if self.account else None
+
+    def by_rank(self) -> dict[int, list[Record]]:
+        found: dict[int, list[Record]] = {}
+        for row in sorted(self.records, key=lambda row: float(row["began"])):
+            found.setdefault(row["rank"], []).append(row)
+        return found
+
+    def outside(self, rows: Sequence[Record], seconds: float) -> tuple[float, float]:
+        """Of these seconds of a rank what it didn't record: before it began and after its orderly end; unknown."""
+        left = max(0.0, seconds - sum(row["seconds"] for row in rows))
+        if all(row["ended"] for row in rows):
+            return left, 0.0
+        before = 0.0 if self._began is None else min(max(0.0, rows[0]["began"] - self._began), left)
+        return before, left - before
+
+
+@dataclass(slots=True)
+class Pool:
+    """What the jobs of a pool had, in unit-seconds: GPU-seconds where its units have GPUs."""
+
+    role: str
+    gpus: int = 0  # of a unit
+    jobs: int = 0
+    allocated: float = 0.0
+    each: dict[str, float] = field(default_factory=dict)  # seconds of units by use, whatever their GPUs
+    uses: dict[str, float] = field(default_factory=dict)
+    unknown: list[str] = field(default_factory=list)  # what isn't in these figures, or in the use unknown; why
+
+    def add(self, weight: int, uses: Mapping[str, float]) -> None:
+        for use, seconds in uses.items():
+            self.uses[use] = self.uses.get(use, 0.0) + weight * seconds
+            self.allocated += weight * seconds
+            self.each[use] = self.each.get(use, 0.0) + seconds
+
+
+def efficiency(paths: RunPaths, config: Config) -> dict[str, Any]:
+    """All that `hpcrl seff` shows. What isn't known is None, with the reason in a list of `unknown`."""
+    found, source, trouble = lives(paths, config)
+    updates = lineage(paths)
+    made = tokens(paths, config, found, updates)
+    voided = _voided(paths, updates)
+    pools = _pools(found, config)
+    shares = {"rollout": made["retry_share"] or 0.0, "learner": voided["share"]}
+    for pool in pools.values():
+        work = _WORK[pool.role]
+        pool.uses["retry"] = shares[pool.role] * pool.uses.get(work, 0.0)
+        pool.uses[work] = pool.uses.get(work, 0.0) - pool.uses["retry"]
+    return {
+        "run": str(paths.root),
+        "accounting": {"source": source, "trouble": trouble},
+        "jobs": len(found),
+        "pools": {name: _pool_row(pool) for name, pool in pools.items()},
+        "engines": _engines(pools.values()),
+        "updates": voided,
+        "tokens": made,
+        "roles": _roles(found),
+    }
+
+
+# ---- jobs -----------------------------------------------------------------------------------------------------------
+
+
+def lives(paths: RunPaths, config: Config) -> tuple[list[Life], str, str]:
+    """Every job of the run; who keeps the accounts; why it isn't Slurm where that should."""
+    jobs = launch.jobs(paths)
+    source, trouble = "the run's own records", ""
+    kept: dict[str, Account] = {}
+    slurm = [job for job in jobs if job.executor == "slurm"]
+    if slurm:
+        try:
+            kept, source = accounts(slurm, config.name), "sacct"
+        except SlurmError as error:
+            trouble = str(error)
+    rows, _ = read_lines(paths.jobs, skip_torn=True)
+    ends = [row for row in rows if row.get("event") == "ended"]
+    mine: dict[str, list[Record]] = {job.key: [] for job in jobs}
+    for record in _records(paths):
+        # Locally a pid may come back: it is the latest job of that id which was there by then.
+        same = [job for job in jobs if job.id == record["job"] and job.wall <= record["began"] + 1.0]
+        if same:
+            mine[same[-1].key].append(record)
+    found = []
+    for job in jobs:
+        walls = [row["wall"] for row in ends if row["id"] == job.id and row["wall"] >= job.wall]
+        account = kept.get(job.id) if job.executor == "slurm" else None
+        found.append(Life(job=job, records=mine[job.key], ended=min(walls, default=None), account=account))
+    return found, source, trouble
+
+
+def _records(paths: RunPaths) -> list[Record]:
+    """What tasks have recorded; of a file that can't be read, nothing."""
+    found: list[Record] = []
+    for path in listed(paths.usage, "*.json"):
+        try:
+            row = read_json(path)
+        except StoreError:
+            continue
+        if row is not None and row.keys() >= {"job", "role", "rank", "seconds", "units"}:
+            found.append(row)
+    return found
+
+
+# ---- uses -----------------------------------------------------------------------------------------------------------
+
+
+def _pools(found: Sequence[Life], config: Config) -> dict[str, Pool]:
+    """By name, all uses but retry apart."""
+    pools: dict[str, Pool] = {}
+    for life in found:
+        role, index = life.job.role, life.job.index
+        if role not in _WORK:
+            continue
+        name = life.records[0]["pool"] if life.records else _pool_name(config, role, index)
+        pool = pools.setdefault(f"{role}.{name}" if role == "rollout" else role, Pool(role))
+        pool.jobs += 1
+        _spend(pool, life, config)
+    return {name: pool for name, pool in pools.items() if pool.allocated or pool.unknown}
+
+
+def _pool_name(config: Config, role: str, index: int) -> str:
+    return str(config.pool(role, index).name) if role in ("rollout", "sandbox") else role
+
+
+def _spend(pool: Pool, life: Life, config: Config) -> None:
+    """Add to a pool what one of its jobs had."""
+    seconds = life.seconds
+    if seconds is None:
+        pool.unknown.append(f"{life.name} left no record of its use: it waits, died early, or is an older hpcrl's")
+        return
+    count, gpus = config.learner.ranks, config.learner.gpus
+    if pool.role == "rollout":
+        table = config.pool("rollout", life.job.index)
+        count, gpus = table.engines, table.gpus
+    units: list[tuple[int, dict[str, float]]] = []
+    for rows in life.by_rank().values():
+        before, lost = life.outside(rows, seconds)
+        for number in range(max(len(row["units"]) for row in rows)):
+            uses = {"starting": before, "unknown": lost}
+            for row in rows:
+                # One that died before it had any: it was starting.
+                here = number < len(row["units"])
+                unit: Record = row["units"][number] if here else {"uses": {"starting": row["seconds"]}}
+                gpus = unit.get("gpus", gpus)
+                for use, spent in unit["uses"].items():
+                    uses[use] = uses.get(use, 0.0) + spent
+            units.append((gpus, uses))
+        if lost > 1.0:
+            pool.unknown.append(f"{life.name}: {lost:.0f} s after its last record: it was killed, or still runs")
+    # A pool's number of engines may have changed since, a learner's ranks each have a record.
+    missing = max(0, count - len(units)) if pool.role == "learner" or not life.records else 0
+    if missing and seconds:
+        units += [(gpus, {"unknown": seconds})] * missing
+        pool.unknown.append(f"{life.name}: {missing} of its engines or ranks left no record")
+    pool.gpus = gpus
+    for own, uses in units:
+        pool.add(own or 1, uses)
+    spare = (life.account.gpus or 0) - sum(own for own, _ in units) if life.account else 0
+    if spare > 0:
+        pool.uses["waiting"] = pool.uses.get("waiting", 0.0) + spare * seconds
+        pool.allocated += spare * seconds
+        pool.unknown.append(f"{life.name} has {spare} GPUs that no engine or rank of it uses: they count as waiting")
+
+
+def _pool_row(pool: Pool) -> dict[str, Any]:
+    known = pool.allocated or not pool.unknown
+    unit = "GPU" if pool.gpus else {"rollout": "engine", "learner": "rank"}[pool.role]
+    return {
+        "role": pool.role, "unit": unit, "jobs": pool.jobs, "allocated_s": pool.allocated if known else None,
+        "uses_s": {use: pool.uses.get(use, 0.0) for use in USES} if known else None, "unknown": pool.unknown,
+    }  # fmt: skip
+
+
+def _engines(pools: Iterable[Pool]) -> dict[str, Any]:
+    """Engine-seconds, whatever the GPUs of an engine: allocated, and of these idle, gaps included."""
+    mine = [pool.each for pool in pools if pool.role == "rollout"]
+    whole = sum(sum(each.values()) for each in mine)
+    found = {use: sum(each.get(use, 0.0) for each in mine) for use in ("waiting", "gaps", "unknown")}
+    idle = found["waiting"] + found["gaps"]
+    row = {"allocated_s": whole, "idle_s": idle, **{f"{use}_s": seconds for use, seconds in found.items()}}
+    return row if whole > found["unknown"] else dict.fromkeys(row)
+
+
+def _voided(paths: RunPaths, updates: Sequence[UpdateRow]) -> dict[str, Any]:
+    """Of the seconds that the learner spent in updates, the share of those that are in no lineage any more."""
+    kept_s = sum(map(_spent_in, (row.metrics for row in updates)))
+    made = [row for path in listed(paths.progress, "*.jsonl") for row in read_lines(path, skip_torn=True)[0]]
+    made = [row for row in made if row.get("trajectories")]
+    made_s = sum(_spent_in(row.get("metrics") or {}) for row in made)
+    kept = sum(bool(row.trajectories) for row in updates)
+    return {"made": len(made), "void": len(made) - kept, "share": max(0.0, 1.0 - kept_s / made_s) if made_s else 0.0}
+
+
+def _spent_in(metrics: Mapping[str, float]) -> float:
+    return sum(metrics.get(f"{part}_s", 0.0) for part in ("read", "forward_backward", "step"))
+
+
+# ---- tokens ---------------------------------------------------------------------------------------------------------
+
+
+def tokens(paths: RunPaths, config: Config, found: Sequence[Life], updates: Sequence[UpdateRow]) -> dict[str, Any]:
+    """What became of the tokens that engines made, and of the trajectories: used, pending, thrown away by cause."""
+    over = (read_json(paths.stopped) or {}).get("outcome") == "done"
+    trained = {name for row in updates for name in row.trajectories}
+    scored = {entry.trajectory for _, entry in entries(paths)}
+    unknown: list[str] = []
+    classes: dict[str, dict[str, list[int]]] = {"used": {}, "pending": {}, "thrown_away": {}}  # -> [tokens, number]
+    sampled: dict[str, tuple[int, int]] = {}  # trajectory of an engine's -> tokens, lowest version
+
+    def count(what: str, why: str, num_tokens: int, number: int = 1) -> None:
+        row = classes[what].setdefault(why, [0, 0])
+        row[0] += num_tokens
+        row[1] += number
+
+    with Store(paths, open_segments=True) as store:
+        for row in store.summaries():
+            own = 0 if row["kind"] == "expert" else row["num_sampled"]
+            sampled[row["id"]] = own, row["min_version"]
+            count(*_fate(row, row["id"] in trained, row["id"] in scored, over), own)
+            if row["attempt"] > 1 and row["kind"] != "expert":
+                acts = [one.num_sampled for one in store.rows(row["id"]).values() if one.kind is Kind.ACT]
+                if (off := sum(acts) - own) > 0:
+                    count("thrown_away", "sampled again, after a fault", off)
+        if store.damaged:
+            unknown.append(f"{len(store.damaged)} files of the store are damaged: what they held isn't counted")
+    if paths.pruned.exists():
+        unknown.append("shards were pruned: the trajectories that they held aren't counted")
+    lagged = _masked(config, updates, sampled)
+    used = classes["used"].get("trained", [0, 0])
+    for why, (num_tokens, number) in lagged.items():
+        if num_tokens:
+            used[0] -= num_tokens
+            count("thrown_away", why, num_tokens, number)
+    stored = sum(row[0] for rows in classes.values() for row in rows.values())
+    cut, why = _cut_off(found, stored)
+    if cut is None:
+        unknown.append(f"tokens of requests that were cut off: {why}")
+    elif cut:
+        count("thrown_away", "cut off within a request", cut, 0)
+    made = stored + (cut or 0)
+    lost = sum(row[0] for row in classes["thrown_away"].values())
+    again = classes["thrown_away"].get("sampled again, after a fault", [0, 0])[0]
+    return {
+        "generated": made,
+        "thrown_away": lost,
+        "thrown_away_share": lost / made if made else None,
+        "retry_share": again / stored if stored else None,
+        "cut_off": cut,
+        "classes": {
+            what: {why: {"tokens": row[0], "trajectories": row[1]} for why, row in sorted(rows.items())}
+            for what, rows in classes.items()
+        },
+        "retried_attempts": ((read_json(paths.heartbeat) or {}).get("accounting") or {}).get("faults"),
+        "unknown": unknown,
+    }
+
+
+def _fate(row: Mapping[str, Any], trained: bool, scored: bool, over: bool) -> tuple[str, str]:
+    """What became of a trajectory, of which the store's summary is `row`."""
+    fault = row["fault"] if row["fault"] not in ("", Cause.POLICY) else ""
+    if trained:
+        return "used", "trained, of the expert" if row["kind"] == "expert" else "trained"
+    if not row["status"]:
+        return ("thrown_away", "dropped: open when the run was done") if over else ("pending", "under way")
+    if row["status"] == State.CANCELLED:
+        return "thrown_away", "dropped: no longer needed"
+    if row["status"] == State.FAILED:
+        return "thrown_away", f"failed: {fault or Cause.POLICY}"
+    if fault:
+        return "thrown_away", f"cut short: {fault}"
+    if row["kind"] in ("eval", "user"):
+        return "used", {"eval": "evaluation", "user": "asked for by users"}[row["kind"]]
+    what = "scored" if scored else "of a group that isn't whole"
+    return ("thrown_away", f"dropped: {what}, never trained") if over else ("pending", f"{what}, not trained yet")
+
+
+def _masked(
+    config: Config, updates: Sequence[UpdateRow], sampled: Mapping[str, tuple[int, int]]
+) -> dict[str, tuple[int, int]]:
+    """Tokens of trained trajectories that took no part: (tokens, trajectories) by cause. From what updates report of
+    the tokens that they trained, and of the share that they masked."""
+    old = broken = context = num_old = 0
+    for row in updates:
+        if "masked_share" not in row.metrics or "broken_logprobs" not in row.metrics:
+            continue
+        taken, share = row.metrics["tokens"], row.metrics["masked_share"]
+        held = sum(sampled.get(name, (0, -1))[0] for name in row.trajectories)
+        if not held:
+            continue  # an expert's
+        seen = round(taken / (1.0 - share)) if share < 1.0 else held
+        bad = round(row.metrics["broken_logprobs"])
+        masked = max(0, seen - round(taken) - bad)
+        old, broken, context = old + masked, broken + bad, context + max(0, held - seen)
+        oldest = row.parent_version - config.phase_named(row.phase).max_lag
+        num_old += sum(0 <= sampled.get(name, (0, -1))[1] < oldest for name in row.trajectories)
+    return {
+        "lagged: older than max_lag": (old, num_old),
+        "logprobs that are no numbers": (broken, 0),
+        "of a context that was replaced": (context, 0),
+    }
+
+
+def _cut_off(found: Sequence[Life], stored: int) -> tuple[int | None, str]:
+    """Tokens that engines made and the store never saw: of requests whose caller went away. Why it can't be told."""
+    counts = [row["generated"] for life in found if life.job.role == "rollout" for row in life.records]
+    silent = any(life.job.role == "rollout" and not life.records for life in found)
+    if silent or any(count is None for count in counts):
+        return None, "not all rollout jobs have recorded what their engines made"
+    made = sum(counts)
+    if made < stored:
+        return None, f"engines have counted {made}, fewer than the store holds: the last count of some is missing"
+    return made - stored, ""
+
+
+# ---- CPU and memory -------------------------------------------------------------------------------------------------
+
+
+def _roles(found: Sequence[Life]) -> dict[str, Any]:
+    """Asked against used, by role: CPU-seconds in all; memory of the job, or node of a job, that needs the most."""
+    out: dict[str, Any] = {}
+    for role in launch.ROLES:
+        mine = [life for life in found if life.job.role == role]
+        if not mine:
+            continue
+        records = [row for life in mine for row in life.records]
+        told = [life.account for life in mine if life.account]
+        on_nodes: dict[tuple[str, str], list[Record]] = {}
+        for row in records:
+            on_nodes.setdefault((row["life"], row["node"]), []).append(row)
+        asked_cpu_s = [row["asked_cpus"] * row["seconds"] for row in records if row["asked_cpus"]]
+        finished = [one for one in told if one.cpu_s is not None]
+        out[role] = {
+            "jobs": len(mine),
+            "cpu": {
+                "asked": max((_sum(rows, "asked_cpus") or 0 for rows in on_nodes.values()), default=0) or None,
+                "used_s": sum(row["cpu_s"] for row in records) if records else None,
+                "mean": sum(row["cpu_s"] for row in records) / max(1e-9, _job_seconds(mine)) if records else None,
+                "share": _share(sum(row["cpu_s"] for row in records if row["asked_cpus"]), sum(asked_cpu_s)),
+                "sacct_used_s": sum(one.cpu_s or 0.0 for one in finished) if finished else None,
+                "sacct_share": _share(
+                    sum(one.cpu_s or 0.0 for one in finished), sum(one.cpus * one.seconds for one in finished)
+                ),
+            },
+            "memory": {
+                "asked_bytes": max((row["asked_bytes"] or 0 for row in records), default=0) or None,
+                "peak_bytes": max((_sum(rows, "peak_bytes") or 0 for rows in on_nodes.values()), default=0) or None,
+                "sacct_asked_bytes": max((one.asked_bytes or 0 for one in told), default=0) or None,
+                "sacct_peak_bytes": max((one.peak_bytes or 0 for one in told), default=0) or None,
+            },
+        }
+    return out
+
+
+def _job_seconds(found: Sequence[Life]) -> float:
+    return sum(max((sum(row["seconds"] for row in rows) for rows in life.by_rank().values()), default=0.0)
+               for life in found)  # fmt: skip
+
+
+def _sum(rows: Sequence[Record], key: str) -> int | None:
+    values = [row[key] for row in rows if row[key] is not None]
+    return sum(values) if values else None
+
+
+def _share(part: float, whole: float) -> float | None:
+    return part / whole if whole else None

@@ -102,7 +102,7 @@ class Pool:
     allocated: float = 0.0
     each: dict[str, float] = field(default_factory=dict)  # seconds of units by use, whatever their GPUs
     uses: dict[str, float] = field(default_factory=dict)
-    unknown: list[str] = field(default_factory=list)  # what isn't in these figures, or in the use unknown; why
+    notes: list[str] = field(default_factory=list)  # what isn't in these figures, or in the use unknown; why
 
     def add(self, weight: int, uses: Mapping[str, float]) -> None:
         for use, seconds in uses.items():
@@ -112,7 +112,7 @@ class Pool:
 
 
 def efficiency(paths: RunPaths, config: Config) -> dict[str, Any]:
-    """All that `hpcrl seff` shows. What isn't known is None, with the reason in a list of `unknown`."""
+    """All that `hpcrl seff` shows. What isn't known is None, with the reason in a list of `notes`."""
     found, source, trouble = lives(paths, config)
     updates = lineage(paths)
     made = tokens(paths, config, found, updates)
@@ -153,13 +153,17 @@ def lives(paths: RunPaths, config: Config) -> tuple[list[Life], str, str]:
     ends = [row for row in rows if row.get("event") == "ended"]
     mine: dict[str, list[Record]] = {job.key: [] for job in jobs}
     for record in _records(paths):
-        # Locally a pid may come back: it is the latest job of that id which was there by then.
-        same = [job for job in jobs if job.id == record["job"] and job.wall <= record["began"] + 1.0]
-        if same:
-            mine[same[-1].key].append(record)
+        same = [
+            job for job in jobs
+            if (job.role, job.index, job.id.partition(".")[0]) == (record["role"], record["index"], record["job"])
+        ]  # fmt: skip
+        if same:  # the same id twice: locally, pids come back
+            by_then = [job for job in same if job.wall <= record["began"] + 1.0]
+            mine[(by_then or same[:1])[-1].key].append(record)
     found = []
     for job in jobs:
-        walls = [row["wall"] for row in ends if row["id"] == job.id and row["wall"] >= job.wall]
+        walls = [row["wall"] for row in ends if row["id"] == job.id and row["role"] == job.role]
+        walls = [wall for wall in walls if wall >= job.wall]
         account = kept.get(job.id) if job.executor == "slurm" else None
         found.append(Life(job=job, records=mine[job.key], ended=min(walls, default=None), account=account))
     return found, source, trouble
@@ -173,7 +177,7 @@ def _records(paths: RunPaths) -> list[Record]:
             row = read_json(path)
         except StoreError:
             continue
-        if row is not None and row.keys() >= {"job", "role", "rank", "seconds", "units"}:
+        if row is not None and row.keys() >= {"job", "role", "index", "rank", "seconds", "units"}:
             found.append(row)
     return found
 
@@ -192,7 +196,7 @@ def _pools(found: Sequence[Life], config: Config) -> dict[str, Pool]:
         pool = pools.setdefault(f"{role}.{name}" if role == "rollout" else role, Pool(role))
         pool.jobs += 1
         _spend(pool, life, config)
-    return {name: pool for name, pool in pools.items() if pool.allocated or pool.unknown}
+    return {name: pool for name, pool in pools.items() if pool.allocated or pool.notes}
 
 
 def _pool_name(config: Config, role: str, index: int) -> str:
@@ -203,48 +207,53 @@ def _spend(pool: Pool, life: Life, config: Config) -> None:
     """Add to a pool what one of its jobs had."""
     seconds = life.seconds
     if seconds is None:
-        pool.unknown.append(f"{life.name} left no record of its use: it waits, died early, or is an older hpcrl's")
+        pool.notes.append(f"{life.name} left no record of its use: it waits, died early, or is an older hpcrl's")
         return
     count, gpus = config.learner.ranks, config.learner.gpus
     if pool.role == "rollout":
         table = config.pool("rollout", life.job.index)
         count, gpus = table.engines, table.gpus
     units: list[tuple[int, dict[str, float]]] = []
+    unseen = 0.0
     for rows in life.by_rank().values():
         before, lost = life.outside(rows, seconds)
-        for number in range(max(len(row["units"]) for row in rows)):
+        known = max(len(row["units"]) for row in rows)
+        for number in range(known or (count if pool.role == "rollout" else 1)):
             uses = {"starting": before, "unknown": lost}
             for row in rows:
-                # One that died before it had any: it was starting.
+                # Without any, it was starting.
                 here = number < len(row["units"])
                 unit: Record = row["units"][number] if here else {"uses": {"starting": row["seconds"]}}
                 gpus = unit.get("gpus", gpus)
                 for use, spent in unit["uses"].items():
                     uses[use] = uses.get(use, 0.0) + spent
             units.append((gpus, uses))
-        if lost > 1.0:
-            pool.unknown.append(f"{life.name}: {lost:.0f} s after its last record: it was killed, or still runs")
+        unseen = max(unseen, lost)
+    if unseen > 1.0:
+        why = "it still runs" if life.account and life.account.state == "RUNNING" else "it was killed, or still runs"
+        pool.notes.append(f"{life.name}: nothing is recorded of {unseen:.0f} s: {why}")
     # A pool's number of engines may have changed since, a learner's ranks each have a record.
     missing = max(0, count - len(units)) if pool.role == "learner" or not life.records else 0
     if missing and seconds:
         units += [(gpus, {"unknown": seconds})] * missing
-        pool.unknown.append(f"{life.name}: {missing} of its engines or ranks left no record")
+        pool.notes.append(f"{life.name}: {missing} of its engines or ranks left no record")
     pool.gpus = gpus
     for own, uses in units:
         pool.add(own or 1, uses)
     spare = (life.account.gpus or 0) - sum(own for own, _ in units) if life.account else 0
     if spare > 0:
+        pool.notes.append(f"{life.name} has {spare} GPUs that no engine or rank of it uses" + ", waiting" * bool(gpus))
+    if spare > 0 and gpus:
         pool.uses["waiting"] = pool.uses.get("waiting", 0.0) + spare * seconds
         pool.allocated += spare * seconds
-        pool.unknown.append(f"{life.name} has {spare} GPUs that no engine or rank of it uses: they count as waiting")
 
 
 def _pool_row(pool: Pool) -> dict[str, Any]:
-    known = pool.allocated or not pool.unknown
+    known = pool.allocated or not pool.notes
     unit = "GPU" if pool.gpus else {"rollout": "engine", "learner": "rank"}[pool.role]
     return {
         "role": pool.role, "unit": unit, "jobs": pool.jobs, "allocated_s": pool.allocated if known else None,
-        "uses_s": {use: pool.uses.get(use, 0.0) for use in USES} if known else None, "unknown": pool.unknown,
+        "uses_s": {use: pool.uses.get(use, 0.0) for use in USES} if known else None, "notes": pool.notes,
     }  # fmt: skip
 
 
@@ -280,7 +289,7 @@ def tokens(paths: RunPaths, config: Config, found: Sequence[Life], updates: Sequ
     over = (read_json(paths.stopped) or {}).get("outcome") == "done"
     trained = {name for row in updates for name in row.trajectories}
     scored = {entry.trajectory for _, entry in entries(paths)}
-    unknown: list[str] = []
+    notes: list[str] = []
     classes: dict[str, dict[str, list[int]]] = {"used": {}, "pending": {}, "thrown_away": {}}  # -> [tokens, number]
     sampled: dict[str, tuple[int, int]] = {}  # trajectory of an engine's -> tokens, lowest version
 
@@ -299,9 +308,9 @@ def tokens(paths: RunPaths, config: Config, found: Sequence[Life], updates: Sequ
                 if (off := sum(acts) - own) > 0:
                     count("thrown_away", "sampled again, after a fault", off)
         if store.damaged:
-            unknown.append(f"{len(store.damaged)} files of the store are damaged: what they held isn't counted")
+            notes.append(f"{len(store.damaged)} files of the store are damaged: what they held isn't counted")
     if paths.pruned.exists():
-        unknown.append("shards were pruned: the trajectories that they held aren't counted")
+        notes.append("shards were pruned: the trajectories that they held aren't counted")
     lagged = _masked(config, updates, sampled)
     used = classes["used"].get("trained", [0, 0])
     for why, (num_tokens, number) in lagged.items():
@@ -311,7 +320,7 @@ def tokens(paths: RunPaths, config: Config, found: Sequence[Life], updates: Sequ
     stored = sum(row[0] for rows in classes.values() for row in rows.values())
     cut, why = _cut_off(found, stored)
     if cut is None:
-        unknown.append(f"tokens of requests that were cut off: {why}")
+        notes.append(f"tokens of requests that were cut off: {why}")
     elif cut:
         count("thrown_away", "cut off within a request", cut, 0)
     made = stored + (cut or 0)
@@ -328,7 +337,7 @@ def tokens(paths: RunPaths, config: Config, found: Sequence[Life], updates: Sequ
             for what, rows in classes.items()
         },
         "retried_attempts": ((read_json(paths.heartbeat) or {}).get("accounting") or {}).get("faults"),
-        "unknown": unknown,
+        "notes": notes,
     }
 
 

@@ -74,8 +74,9 @@ class Meter:
 
 
 class Usage:
-    """What one task of a job has used, in a file: written at its start, each minute, and at its end, unless it is
-    killed. What can't be written is a warning: no run ends for its accounts.
+    """What this process and those below it use, as one task of a job, in a file: written at its start, after 5, 10, 20
+    seconds and so on, each minute, and at its end, unless it is killed. What can't be written is a warning: no run ends
+    for its accounts.
 
         {…facts, "began": wall, "wall": of this writing, "seconds", "ended", "cpu_s", "peak_bytes", "generated",
          "units": [{"gpus", "uses": {use: seconds}}]}       a unit's uses add up to the seconds
@@ -83,8 +84,9 @@ class Usage:
 
     def __init__(self, path: Path, **facts: Any) -> None:
         self._path = path
-        self._facts = {**facts, "began": time.time()}
-        self._began = time.monotonic()
+        born = min(psutil.Process().create_time(), time.time())
+        self._facts = {**facts, "began": born}
+        self._began = time.monotonic() - (time.time() - born)
         self._cpu_s, self._peak = 0.0, 0
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._keep, daemon=True)
@@ -105,12 +107,13 @@ class Usage:
         self._write(ended=True)
 
     def _keep(self) -> None:
-        written = time.monotonic()
+        due = SAMPLE_S
         while not self._over.wait(SAMPLE_S):
             self._sample()
-            if time.monotonic() - written >= WRITE_S:
+            age = time.monotonic() - self._began
+            if age >= due:
                 self._write(ended=False)
-                written = time.monotonic()
+                due = min(2 * age, age + WRITE_S)
 
     def _sample(self) -> None:
         """CPU time of all processes, of those that ended what their parents know; memory that is resident in all of

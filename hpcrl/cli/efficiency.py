@@ -61,7 +61,7 @@ def _uses(row: dict[str, Any]) -> list[str]:
         cells = [_part(pool, use) for pool in pools.values()]
         if any(pool["uses_s"] and pool["uses_s"][use] for pool in pools.values()):
             lines.append([f"  {use.replace('_', ' ')}", *cells])
-    notes = [f"  ? {note}" for pool in pools.values() for note in pool["unknown"]]
+    notes = [f"  ? {note}" for pool in pools.values() for note in pool["notes"]]
     return _table(head, lines) + _few(notes)
 
 
@@ -100,7 +100,7 @@ def _waste(row: dict[str, Any]) -> list[str]:
             for why, one in rows.items()
         ]
     found = _table(["tokens that engines made", "tokens", "share", "trajectories"], lines)
-    found += _few([f"  ? {note}" for note in made["unknown"]])
+    found += _few([f"  ? {note}" for note in made["notes"]])
     if retried := made["retried_attempts"]:
         causes = ", ".join(f"{count} {cause}" for cause, count in retried.items())
         found.append(f"attempts that failed and were taken up again, since control began: {causes}")

@@ -385,7 +385,7 @@ def test_gpu_seconds_beside_accounting(command: Callable[[str, str], Path], fold
     used = {use: seconds for use, seconds in rollout["uses_s"].items() if seconds}
     assert used == {"starting": 4 * 30.0, "generating": 4 * 60.0, "waiting": 4 * 10.0}
     assert row["engines"]["allocated_s"] == 200.0 and row["engines"]["idle_s"] == 20.0
-    # Two lives of 30 and 40 s, each with 20 s on record and no end: the first 4 s were its start, no record of the rest.
+    # Two lives of 30 and 40 s, each with 20 s on record and no end: the first 4 s were its start.
     used = {use: seconds for use, seconds in row["pools"]["learner"]["uses_s"].items() if seconds}
     assert used == pytest.approx({"learning": 2 * 30.0, "starting": 2 * 14.0, "unknown": 2 * 26.0})
     assert row["pools"]["learner"]["notes"] == ["job 72 (learner-0): nothing is recorded of 26 s: it still runs"]

@@ -70,13 +70,16 @@ def test_a_pools_allocation_is_the_sum_of_its_uses_and_each_is_found_elsewhere(r
     learner, rollout = row["pools"]["learner"], row["pools"]["rollout.rollout"]
     assert (learner["unit"], rollout["unit"]) == ("rank", "engine")
 
-    # Allocated: from submission to the end that control saw, of every job.
+    # Allocated: from submission to the last word that the role logged, or, where it was killed, to its death.
     rows, _ = read_lines(paths.jobs)
-    ends = {one["id"]: one["wall"] for one in rows if one["event"] == "ended"}
+    deaths = {one["id"]: one["wall"] for one in rows if one["event"] == "ended" and one["why"] != "stopped"}
     lived = {"learner": 0.0, "rollout": 0.0}
     for job in launch.jobs(paths):
         if job.role in lived:
-            lived[job.role] += ends[job.id] - job.wall
+            logged = [
+                one["time"] for path in paths.logs.glob(f"{job.role}*-{job.id}.jsonl") for one in read_lines(path)[0]
+            ]
+            lived[job.role] += deaths.get(job.id, max(logged)) - job.wall
     assert rollout["jobs"] == 2, "the supervisor's job was replaced"
     assert rollout["allocated_s"] == pytest.approx(lived["rollout"], abs=2.0)
     assert learner["allocated_s"] == pytest.approx(2 * lived["learner"], abs=4.0)

@@ -11,12 +11,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from run_parts import hpcrl, running, write_config
+from store_parts import act, adopt, end, open_log
 
 from hpcrl import config, efficiency, launch
 from hpcrl.config import Config
@@ -24,8 +25,8 @@ from hpcrl.launch import Job, SlurmError, slurm
 from hpcrl.launch.sacct import accounts
 from hpcrl.layout import RunPaths, read_json, read_lines
 from hpcrl.store.index import Store
-from hpcrl.store.ledger import lineage
-from hpcrl.store.records import Kind
+from hpcrl.store.ledger import ProgressWriter, UpdateRow, lineage
+from hpcrl.store.records import Kind, prompt
 from hpcrl.telemetry import Meter, Usage
 
 
@@ -450,3 +451,59 @@ def test_the_end_that_control_saw_is_a_jobs_end(
         name.write_text("{")  # what can't be read is no record
     pool = efficiency.efficiency(paths, settings)["pools"]["learner"]
     assert pool["allocated_s"] is None and pool["uses_s"] is None and "left no record" in pool["notes"][0]
+
+
+# ---- tokens ---------------------------------------------------------------------------------------------------------
+
+
+async def test_tokens_that_come_to_nothing_by_cause(folder: tuple[RunPaths, Config]) -> None:
+    """Two that were trained, of which one lost an attempt after seven tokens and two tokens were masked; and others."""
+    paths, settings = folder
+    ended = [
+        ("a", 2, "COMPLETED", None, 4), ("b", 1, "COMPLETED", None, 6), ("c", 1, "FAILED", "engine", 3),
+        ("d", 1, "CANCELLED", "cancelled", 2), ("e", 1, "", None, 5), ("f", 1, "TRUNCATED", "environment", 1),
+    ]  # fmt: skip
+    log = open_log(paths)
+    for name, attempt, status, cause, num_tokens in ended:
+        root = prompt([1, 2, 3])
+        one = adopt(name)
+        records = [root, one]
+        if attempt == 2:
+            records.append(act(one, 0, list(range(7)), root=root.hash))  # is lost: the next attempt knows only `one`
+            one = adopt(name, 2, one.hash)
+            records.append(one)
+        records.append(act(one, 0, list(range(num_tokens)), root=root.hash, version=1))
+        if status:
+            last = end(records[-1], status, num_sampled=num_tokens)
+            fault = {"cause": cause, "where": "x", "message": "y"} if cause else None
+            records.append(replace(last, meta={**last.meta, "fault": fault, "min_version": 1}))
+        await log.append([one.frame() for one in records])
+    await log.close()
+    progress = ProgressWriter(paths, None)
+    metrics = {"tokens": 8.0, "masked_share": 0.2, "broken_logprobs": 1.0, "step_s": 3.0}
+    row = UpdateRow(update=1, phase="rl", phase_update=1, parent_version=3, trajectories=("a", "b"), metrics=metrics)
+    progress.append(row)
+    # A second update that a resume from the first made void.
+    progress.append(replace(row, update=2, phase_update=2, trajectories=("f",), metrics={"step_s": 1.0}))
+    progress.close()
+    ProgressWriter(paths, {"incarnation": 1, "update": 1}).close()
+    found = efficiency.efficiency(paths, settings)
+    made = found["tokens"]
+    assert made["classes"] == {
+        "used": {"trained": {"tokens": 8, "trajectories": 2}},
+        "pending": {"under way": {"tokens": 5, "trajectories": 1}},
+        "thrown_away": {
+            "cut short: environment": {"tokens": 1, "trajectories": 1},
+            "dropped: no longer needed": {"tokens": 2, "trajectories": 1},
+            "failed: engine": {"tokens": 3, "trajectories": 1},
+            "lagged: older than max_lag": {"tokens": 1, "trajectories": 2},
+            "logprobs that are no numbers": {"tokens": 1, "trajectories": 0},
+            "sampled again, after a fault": {"tokens": 7, "trajectories": 1},
+        },
+    }
+    assert (made["generated"], made["thrown_away"], made["retry_share"]) == (28, 15, 7 / 28)
+    assert made["cut_off"] is None, "its engines had counted none"
+    assert found["updates"] == {"made": 2, "void": 1, "share": 0.25}
+    for pool, work in (("rollout.big", "generating"), ("learner", "learning")):
+        uses = found["pools"][pool]["uses_s"]
+        assert uses["retry"] == pytest.approx((uses["retry"] + uses[work]) / 4) and uses["retry"] > 0

@@ -398,7 +398,11 @@ def test_gpu_seconds_beside_accounting(command: Callable[[str, str], Path], fold
     assert learner["memory"]["sacct_peak_bytes"] == 72344 << 10
     assert learner["cpu"]["sacct_share"] == pytest.approx(10 / (4 * 70))
     said = hpcrl("seff", paths.root).stdout
-    assert "GPU-hours by use" in said and "MaxRSS" in said and "accounts: sacct" in said
+    assert (
+        "GPU-hours by use  rollout.big     learner         all" in said
+        and "MaxRSS" in said
+        and "accounts: sacct" in said
+    )
 
 
 def test_gpus_that_nothing_uses_wait(command: Callable[[str, str], Path], folder: tuple[RunPaths, Config]) -> None:

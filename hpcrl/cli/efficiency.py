@@ -52,7 +52,12 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
 def _uses(row: dict[str, Any]) -> list[str]:
     from hpcrl.efficiency import USES
 
-    pools = row["pools"]
+    pools = dict(row["pools"])
+    notes = [f"  ? {note}" for pool in pools.values() for note in pool["notes"]]
+    known = [pool for pool in pools.values() if pool["unit"] == "GPU" and pool["uses_s"]]
+    if len(known) > 1:
+        uses = {use: sum(pool["uses_s"][use] for pool in known) for use in USES}
+        pools["all"] = {"unit": "GPU", "allocated_s": sum(uses.values()), "uses_s": uses}
     on_gpus = any(pool["unit"] == "GPU" for pool in pools.values())
     head = ["GPU-hours by use" if on_gpus else "hours by use (no GPUs: of engines, of ranks)"]
     head += [name if pool["unit"] == "GPU" else f"{name} ({pool['unit']}s)" for name, pool in pools.items()]
@@ -61,7 +66,6 @@ def _uses(row: dict[str, Any]) -> list[str]:
         cells = [_part(pool, use) for pool in pools.values()]
         if any(pool["uses_s"] and pool["uses_s"][use] for pool in pools.values()):
             lines.append([f"  {use.replace('_', ' ')}", *cells])
-    notes = [f"  ? {note}" for pool in pools.values() for note in pool["notes"]]
     return _table(head, lines) + _few(notes)
 
 

@@ -281,10 +281,12 @@ def _spent_in(metrics: Mapping[str, float]) -> float:
 
 
 def _generated(found: Sequence[Life]) -> int | None:
-    """Tokens that engines have counted; None where one hasn't."""
+    """Tokens that engines have counted; None where one hasn't, or had no time for its last count."""
     mine = [life for life in found if life.job.role == "rollout"]
-    counts = [row["generated"] for life in mine for row in life.records]
-    return None if None in counts or not all(life.records for life in mine) else sum(counts)
+    rows = [row for life in mine for row in life.records]
+    if not all(life.records for life in mine) or any(row["generated"] is None or not row["ended"] for row in rows):
+        return None
+    return sum(row["generated"] for row in rows)
 
 
 # ---- CPU and memory -------------------------------------------------------------------------------------------------

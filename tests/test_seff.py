@@ -145,8 +145,8 @@ def test_every_token_is_accounted_for(run: Path) -> None:
             for one in store.rows(row["id"]).values() if one.kind is Kind.ACT
         ]  # fmt: skip
     assert made["generated"] == sum(acts) + (made["cut_off"] or 0)
-    # The supervisor that was killed took its engine's last count along, or it did not.
-    assert made["cut_off"] is not None or any("cut off" in note for note in made["notes"])
+    # The supervisor that was killed took its engine's last count along.
+    assert made["cut_off"] is None and "tokens of requests that were cut off: not all" in made["notes"][0]
     assert made["retried_attempts"]["platform"] > 0
 
 
@@ -506,7 +506,11 @@ async def test_tokens_that_come_to_nothing_by_cause(folder: tuple[RunPaths, Conf
         },
     }
     assert (made["generated"], made["thrown_away"], made["retry_share"]) == (28, 15, 7 / 28)
-    assert made["cut_off"] is None, "its engines had counted none"
+    assert made["cut_off"] is None, "its engines have counted none"
+    for path in paths.usage.glob("rollout-*"):
+        path.write_text(json.dumps({**json.loads(path.read_text()), "generated": 30}))
+    again = efficiency.efficiency(paths, settings)["tokens"]
+    assert (again["cut_off"], again["generated"], again["thrown_away"]) == (2, 30, 17)
     assert found["updates"] == {"made": 2, "void": 1, "share": 0.25}
     for pool, work in (("rollout.big", "generating"), ("learner", "learning")):
         uses = found["pools"][pool]["uses_s"]

@@ -54,9 +54,9 @@ def tokens(paths: RunPaths, config: Config, updates: Sequence[UpdateRow], engine
     # Of requests whose caller went away: the store never saw them.
     cut = engines - stored if engines is not None and engines >= stored else None
     if cut is None:
-        why = "not all rollout jobs have recorded what their engines made"
+        why = "not all rollout jobs have recorded, at their end, what their engines made"
         if engines is not None:
-            why = f"engines had counted {engines} when they last recorded it, fewer than the store holds"
+            why = f"engines have counted {engines}, fewer than the store holds"
         notes.append(f"tokens of requests that were cut off: {why}")
     elif cut:
         count("thrown_away", "cut off within a request", cut, 0)

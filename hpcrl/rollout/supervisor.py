@@ -81,6 +81,7 @@ class EngineSlot:
         self._doing = "starting"
         self.meter = Meter()
         self._counted = self._num_tokens = 0  # tokens that it made before; that its server counts
+        self._has_count = True
 
     def account(self, doing: str | None = None) -> None:
         """What its time goes to from now on. `doing`: what is being done to it, "" when that is over."""
@@ -88,17 +89,20 @@ class EngineSlot:
         own = "generating" if self.busy else "waiting"
         self.meter.to(self._doing or (own if self.ready else "gaps"))
 
-    async def count(self) -> None:
-        """Take in how many tokens its server has made."""
+    async def count(self) -> bool:
+        """Take in how many tokens its server has made. Whether it said so."""
         with contextlib.suppress(EngineFault, EngineError, TimeoutError):
             async with asyncio.timeout(COUNT_S):
                 now = await self.client.generated()
             self._counted += self._num_tokens if now < self._num_tokens else 0  # of a server before this one
             self._num_tokens = now
+            return True
+        return False
 
     @property
-    def generated(self) -> int:
-        return self._counted + self._num_tokens
+    def generated(self) -> int | None:
+        """Tokens that it has made under this supervisor, as last counted; None where that can't be told."""
+        return self._counted + self._num_tokens if self._has_count else None
 
     async def start(self) -> None:
         """Take over a server that an earlier supervisor left running, else start one."""
@@ -107,7 +111,7 @@ class EngineSlot:
             self.version = max(0, await self.client.version())
             if (half_loaded := self.process.half_loaded) is not None:
                 await self._load_again(half_loaded)
-            await self.count()
+            self._has_count = await self.count()
             self._counted = -self._num_tokens  # these are that supervisor's
             logger.info("%s: taken over, version %d", self.process.name, self.version)
         else:
@@ -218,9 +222,10 @@ class Supervisor:
         """Those that an earlier supervisor started are not below this process."""
         return [slot.process.pid for slot in self.slots]
 
-    def generated(self) -> int:
-        """Tokens that the engines have made under this supervisor, as last counted."""
-        return sum(slot.generated for slot in self.slots)
+    def generated(self) -> int | None:
+        """Tokens that the engines have made under this supervisor; None where that can't be told."""
+        counts = [slot.generated for slot in self.slots]
+        return None if None in counts else sum(filter(None, counts))
 
     async def run(self) -> None:
         """Until `stop` is set. Raises EngineError when an engine or host can't be kept alive."""

@@ -286,7 +286,7 @@ def _generated(found: Sequence[Life]) -> int | None:
     rows = [row for life in mine for row in life.records]
     if not all(life.records for life in mine) or any(row["generated"] is None or not row["ended"] for row in rows):
         return None
-    return sum(row["generated"] for row in rows)
+    return sum(int(row["generated"]) for row in rows)
 
 
 # ---- CPU and memory -------------------------------------------------------------------------------------------------

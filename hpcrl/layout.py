@@ -71,6 +71,7 @@ class RunPaths:
     checkpoints = _Under("checkpoints")
     evals = _Under("evals")
     plot = _Under("reward.png")
+    usage = _Under("metrics", "usage")  # what each job's tasks have used, a file each
 
     @classmethod
     def of(cls, run: str | Path) -> RunPaths:
@@ -95,7 +96,7 @@ class RunPaths:
     def make(self) -> None:
         new = not self.log.exists()
         folders = (self.logs, self.submitit, self.control, self.inbox, self.log, self.shards, self.ledger)
-        for folder in (*folders, self.progress, self.weights, self.checkpoints, self.evals):
+        for folder in (*folders, self.progress, self.weights, self.checkpoints, self.evals, self.usage):
             folder.mkdir(parents=True, exist_ok=True)
         self.control.chmod(0o700)
         if new:

@@ -51,6 +51,16 @@ def is_earlier_life(node: str) -> bool:
     return job_of(node) == job_id() and life is not None and int(life[1]) < int(job_life().rpartition(".")[2])
 
 
+def asked() -> dict[str, int | None]:
+    """What Slurm was asked for: CPUs of this task, bytes of memory on this node. None where it says nothing of it."""
+    cpus, on_node, of_node, of_cpu = (
+        int(text) if (text := os.environ.get(f"SLURM_{name}", "")).isdigit() else None
+        for name in ("CPUS_PER_TASK", "CPUS_ON_NODE", "MEM_PER_NODE", "MEM_PER_CPU")
+    )
+    mib = of_node or (of_cpu * on_node if of_cpu and on_node else None)  # 0: all of the node
+    return {"asked_cpus": cpus, "asked_bytes": mib << 20 if mib else None}
+
+
 def task_rank() -> int:
     return int(os.environ.get("SUBMITIT_LOCAL_GLOBALID") or os.environ.get("SLURM_PROCID") or 0)
 

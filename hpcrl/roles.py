@@ -22,8 +22,9 @@ from typing import Any
 from hpcrl.config import Config, load_resolved
 from hpcrl.launch import node_environment, submit_async
 from hpcrl.launch.watch import ControlWatch
-from hpcrl.layout import RunPaths, boot_id, publish_json, read_json
+from hpcrl.layout import RunPaths, boot_id, node_name, publish_json, read_json
 from hpcrl.node import (
+    asked,
     host_of,
     interface_of,
     is_earlier_life,
@@ -34,7 +35,7 @@ from hpcrl.node import (
     port_is_free,
     task_rank,
 )
-from hpcrl.telemetry import start_logging
+from hpcrl.telemetry import Meter, Usage, start_logging
 from hpcrl.types import ConfigError, HpcrlError
 
 logger = logging.getLogger(__name__)
@@ -56,18 +57,30 @@ def run_role(root: str, role: str, index: int, control_number: int) -> None:
     if config.launch.fleet == "presubmitted" and paths.stopped.exists():
         logger.info("the run has ended: nothing is left to do")
         return
-    match role:
-        case "control":
-            asyncio.run(control(paths, config) if config.launch.executor == "local" else keep_control(paths, config))
-        case "rollout":
-            asyncio.run(rollout(paths, config, index))
-        case "sandbox":
-            asyncio.run(sandbox(paths, config, index))
-        case "learner":
-            learner(paths, config, control_number)
-        case _:
-            raise ValueError(f"no role {role!r}")
+    with _usage(paths, config, role, index) as usage:
+        match role:
+            case "control":
+                local = config.launch.executor == "local"
+                asyncio.run(control(paths, config) if local else keep_control(paths, config))
+            case "rollout":
+                asyncio.run(rollout(paths, config, index, usage))
+            case "sandbox":
+                asyncio.run(sandbox(paths, config, index))
+            case "learner":
+                learner(paths, config, control_number, usage)
+            case _:
+                raise ValueError(f"no role {role!r}")
     logger.info("%s-%d ends", role, index)
+
+
+def _usage(paths: RunPaths, config: Config, role: str, index: int) -> Usage:
+    """For this task of a job. Its file is named after the life of the job, and its start: locally pids come back."""
+    pool = config.pool(role, index).name if role in ("rollout", "sandbox") else role
+    rank = task_rank()
+    return Usage(
+        paths.usage / f"{role}-{index}-{job_life()}-{rank}-{time.time():.0f}.json",
+        role=role, index=index, pool=pool, job=job_id(), life=job_life(), rank=rank, node=node_name(), **asked(),
+    )  # fmt: skip
 
 
 def die_with_parent() -> None:
@@ -203,7 +216,7 @@ async def _scheduler(config: Config, secure: Any) -> Any:
 # ---- rollout ------------------------------------------------------------------------------------------------------
 
 
-async def rollout(paths: RunPaths, config: Config, index: int) -> None:
+async def rollout(paths: RunPaths, config: Config, index: int, usage: Usage) -> None:
     from hpcrl.rollout.render import Renderer
     from hpcrl.rollout.supervisor import Supervisor
     from hpcrl.store.seal import seal_ended
@@ -219,6 +232,8 @@ async def rollout(paths: RunPaths, config: Config, index: int) -> None:
 
     renderer = Renderer(paths.model)
     supervisor = Supervisor(paths, config, pool, node, stop_ids=renderer.stop_ids, start_host=start_host)
+    usage.units = [(pool.gpus, slot.meter) for slot in supervisor.slots]
+    usage.pids, usage.generated = supervisor.engine_pids, supervisor.generated
     leaving: set[asyncio.Task[None]] = set()
 
     def leave() -> None:
@@ -333,7 +348,7 @@ async def sandbox(paths: RunPaths, config: Config, index: int) -> None:
 # ---- learner ------------------------------------------------------------------------------------------------------
 
 
-def learner(paths: RunPaths, config: Config, control_number: int) -> None:
+def learner(paths: RunPaths, config: Config, control_number: int, usage: Usage) -> None:
     """One rank. Its master's port is agreed on through a file of this job, so that no two runs meet."""
     from hpcrl.learner.train import run_learner
 
@@ -358,7 +373,9 @@ def learner(paths: RunPaths, config: Config, control_number: int) -> None:
     row = _wait_for(meeting, 150)  # rank 0's node may be another: NFS shows a new file up to 60 s late
     watch = ControlWatch(paths, config)
     stop_now = lambda: stopping or watch.gone()  # noqa: E731
-    run_learner(paths, config, rank, world, row["address"], row["port"], stop_now, control_number, listener)
+    meter = Meter()
+    usage.units = [(config.learner.gpus, meter)]
+    run_learner(paths, config, rank, world, row["address"], row["port"], stop_now, control_number, listener, meter)
     if rank == 0:
         meeting.unlink(missing_ok=True)
 

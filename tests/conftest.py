@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Generator, Iterator
+from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -166,6 +166,23 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
         yield testbed
     finally:
         testbed.stop()
+
+
+@pytest.fixture
+def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], Path]:
+    """Puts a command of that name, with that shell body, in front of all others; each call leaves a line in a file."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", str(folder), prepend=os.pathsep)
+
+    def make(name: str, body: str) -> Path:
+        calls = tmp_path / f"{name}.calls"
+        calls.touch()
+        (folder / name).write_text(f'#!/bin/bash\necho "$@" >> {calls}\n{body}\n')
+        (folder / name).chmod(0o755)
+        return calls
+
+    return make
 
 
 @pytest.fixture(scope="session")

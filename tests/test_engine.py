@@ -65,6 +65,19 @@ async def test_logprobs_are_those_of_the_distribution_sampled_from(
     assert len({one.ids.tobytes() for one in got}) > 1
 
 
+async def test_it_counts_what_it_samples_and_not_what_it_scores(engine: VllmEngine) -> None:
+    before = await engine.generated()
+    sampling = Sampling(temperature=1.0, max_tokens=20)
+    got = await asyncio.gather(*(engine.generate(context(30, 7), sampling, request=f"c{index}") for index in range(3)))
+    await engine.score([context(20, 8), context(25, 9)])
+    count = sum(len(one.ids) for one in got)
+
+    async def counted() -> bool:
+        return await engine.generated() - before == count
+
+    await until(counted)
+
+
 async def test_room_in_the_context(engine: VllmEngine) -> None:
     sampling = Sampling(temperature=1.0, max_tokens=20)
     got = await engine.generate(context(MAX_MODEL_LEN - 1, 2), sampling, request="last")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -32,23 +31,6 @@ def load(tmp_path: Path, text: str, *sets: str) -> Config:
     path = tmp_path / "run.toml"
     path.write_text(RL + text)
     return config.load(path, sets)
-
-
-@pytest.fixture
-def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], Path]:
-    """Puts a command of that name, with that shell body, in front of all others; each call leaves a line in a file."""
-    folder = tmp_path / "bin"
-    folder.mkdir()
-    monkeypatch.setenv("PATH", str(folder), prepend=os.pathsep)
-
-    def make(name: str, body: str) -> Path:
-        calls = tmp_path / f"{name}.calls"
-        calls.touch()
-        (folder / name).write_text(f'#!/bin/bash\necho "$@" >> {calls}\n{body}\n')
-        (folder / name).chmod(0o755)
-        return calls
-
-    return make
 
 
 # ---- scripts --------------------------------------------------------------------------------------------------------

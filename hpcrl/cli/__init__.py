@@ -1,6 +1,6 @@
 """The `hpcrl` command. Exit codes: 0 done, 1 the run failed, 2 the user's mistake.
 
-runs     train, resume, stop, scale, config      looks    status, watch, logs
+runs     train, resume, stop, scale, config      looks    status, watch, logs; efficiency: seff
 store    store ls, show, query, verify, and the store's care
 models   model tiny, model smollm2                        bench    bench store
 common   the arguments that they share
@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 from hpcrl import __version__
-from hpcrl.cli import bench, looks, models, runs, store
+from hpcrl.cli import bench, efficiency, looks, models, runs, store
 from hpcrl.cli.common import fail
 from hpcrl.types import HpcrlError
 
@@ -26,6 +26,7 @@ A run is a folder: `train` makes one, `stop` and `resume` end and continue it, `
 app = typer.Typer(help=HELP, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.add_typer(runs.app)
 app.add_typer(looks.app)
+app.add_typer(efficiency.app)
 app.add_typer(models.app, name="model")
 app.add_typer(store.app, name="store")
 app.add_typer(bench.app, name="bench")

@@ -45,7 +45,7 @@ OF_A_JOB = (
     "ZE_AFFINITY",
 )
 # Of a user's own; they would change what we read, or ask another cluster than the one that has our jobs.
-_FORMATS = ("SQUEUE_", "SCANCEL_", "SCONTROL_", "SLURM_TIME_FORMAT", "SLURM_CLUSTERS")
+_FORMATS = ("SQUEUE_", "SCANCEL_", "SACCT_", "SCONTROL_", "SLURM_TIME_FORMAT", "SLURM_CLUSTERS")
 _NO_SUCH_JOB = "Invalid job id"
 
 

@@ -31,6 +31,7 @@ from hpcrl.learner.probe import probe_rows, score_probe
 from hpcrl.learner.ranks import Ranks
 from hpcrl.store.index import Store
 from hpcrl.store.ledger import ProgressWriter, UpdateRow, lineage
+from hpcrl.telemetry import Meter
 from hpcrl.weights.load import newest
 from hpcrl.weights.publish import next_version, prune, start_folder, write_manifest, write_part
 
@@ -50,11 +51,12 @@ def run_learner(
     stop: Callable[[], bool],
     control: int = 0,
     listener: socket.socket | None = None,
+    meter: Meter | None = None,
 ) -> None:
     """Train until the phases are done, the ledger says stop, or `stop()` (rank 0's counts); resume from what there is.
 
     `control`: the incarnation that asked for this learner; a stop that an earlier one wrote is not for it. `listener`:
-    where rank 0 is met, when it has one already.
+    where rank 0 is met, when it has one already. `meter`: told what this rank's time goes to.
 
     Raises ConfigError for a port or GPU that can't be had, and whatever a collective raises when a peer is gone.
     """
@@ -65,8 +67,10 @@ def run_learner(
         rank, world, master_addr, master_port, gpus=config.learner.gpus, timeout_s=timeout_s, listener=listener
     )
     try:
-        learner = Learner(paths, config, ranks, stop, control)
+        meter = meter or Meter()
+        learner = Learner(paths, config, ranks, stop, control, meter)
         learner.run()
+        meter.to("waiting")
     finally:
         ranks.close()
 
@@ -92,8 +96,10 @@ def rate(phase: Phase, done: int) -> float:
 class Learner:
     """One rank. Rank 0 alone has `_feed` and `_progress`, and alone writes manifests and rows."""
 
-    def __init__(self, paths: RunPaths, config: Config, ranks: Ranks, stop: Callable[[], bool], control: int) -> None:
-        self.paths, self.config, self.ranks = paths, config, ranks
+    def __init__(
+        self, paths: RunPaths, config: Config, ranks: Ranks, stop: Callable[[], bool], control: int, meter: Meter
+    ) -> None:
+        self.paths, self.config, self.ranks, self._meter = paths, config, ranks, meter
         self.skipped = 0  # updates without a step, for a gradient that was no finite number
         self._store = Store(paths)
         self._first = ranks.rank == 0
@@ -155,10 +161,12 @@ class Learner:
                 self.optimizer = self._make_optimizer(phase)
             while self.at.phase_update < phase.updates:
                 begun = time.monotonic()
+                self._meter.to("waiting")
                 plan = self._next_plan(phase)
                 if plan.stop:
                     self._save()
                     return
+                self._meter.to("learning")
                 metrics = {"wait_s": time.monotonic() - begun} | self._update(phase, plan)
                 self._after(phase, plan, metrics)
         if self._first:
@@ -313,6 +321,7 @@ class Learner:
 
     def _publish(self, parent: int) -> None:
         """Write the weights as the next version. A collective."""
+        self._meter.to("weight_sync")
         dtype = torch.bfloat16 if self.config.model.dtype == "bfloat16" else torch.float32
         version = 0
         if self._first:
@@ -337,5 +346,6 @@ class Learner:
 
     def _save(self) -> None:
         if self._saved != self.at.update:
+            self._meter.to("saving")
             checkpoint.save(self.paths, self.policy, self.optimizer, self.at, self.config.learner.keep_checkpoints)
             self._saved = self.at.update

@@ -75,6 +75,7 @@ class VllmEngine:
         self._max_model_len = max_model_len
         self._name = name
         self._loading = asyncio.Lock()
+        self._num_scored = 0  # rows; the server counts a token for each
         # No time limits here: how long a generation may take is its caller's deadline.
         self._http = UnixHttp(socket)
 
@@ -133,6 +134,7 @@ class VllmEngine:
             raise ContextTooLong(f"row {index} has {len(ids)} tokens, {self._name} takes {self._max_model_len - 1}")
         parameters = {"temperature": 1.0, "max_tokens": 1, "prompt_logprobs": 0, "detokenize": False}
         answer = await self._ask(ids, parameters, f"score-{index}")
+        self._num_scored += 1
         given = answer["prompt_logprobs"][1:]
         # vLLM adds the likeliest token to each position's mapping; the given one is found by its id.
         row = [
@@ -213,6 +215,12 @@ class VllmEngine:
             version=await self.version(),
         )
 
+    async def generated(self) -> int:
+        """Tokens that the server has sampled since its start, those of requests that were cut off too; but not what
+        this client had it score. Raises EngineFault."""
+        text = (await self._send("GET", "/metrics")).body.decode()
+        return int(_metric(text, "generation_tokens_total")) - self._num_scored
+
     async def _post(self, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
         answer = (await self._send("POST", path, body)).json()
         assert isinstance(answer, dict)
@@ -249,5 +257,5 @@ def _version(label: str) -> int:
 
 
 def _metric(text: str, name: str) -> float:
-    """The sum over engine cores of a gauge of vLLM's metrics page."""
+    """The sum over engine cores of a gauge or counter of vLLM's metrics page."""
     return sum(float(value) for value in re.findall(rf"^vllm:{name}\{{[^}}]*\}} (\S+)$", text, re.MULTILINE))

@@ -1,7 +1,7 @@
 """One plain process per rollout node: owns the node's log, starts and restarts its engines and hosts.
 
 supervisor -+- log.sock         hosts append records
-            +- supervisor.sock  hosts ask: status, load, stop (one JSON line each way)
+            +- supervisor.sock  hosts ask: status, load, stop; and say: busy (one JSON line each way)
             +- engine-<k>/      vLLM servers in process groups of their own, found again by a next supervisor
             +- hosts            started by the caller's `start_host`, restarted when they die
 """
@@ -15,7 +15,7 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from hpcrl.rollout.engine import EngineFault, VllmEngine
 from hpcrl.rollout.server import EngineProcess
 from hpcrl.store.link import LogServer
 from hpcrl.store.log import Log, take_over
+from hpcrl.telemetry import Meter
 from hpcrl.types import EngineError, StoreError
 
 logger = logging.getLogger(__name__)
@@ -32,6 +33,7 @@ logger = logging.getLogger(__name__)
 HostStarter = Callable[[int], Awaitable[asyncio.subprocess.Process]]
 MAX_DEATHS = 5  # of an engine or host in a row, without having been ready in between
 HOST_GRACE_S = 10.0
+COUNT_S = 2.0  # for an engine to say how many tokens it has made
 HEALTH_S, HEALTH_TRIES = 10.0, 6  # between two looks at an engine; misses in a row that mean it hangs
 
 
@@ -67,7 +69,7 @@ class Link:
 
 
 class EngineSlot:
-    """One engine of the node: its server process, our client, what it has loaded."""
+    """One engine of the node: its server process, our client, what it has loaded, what its time goes to."""
 
     def __init__(self, process: EngineProcess, client: VllmEngine, tolerance: float, paths: RunPaths) -> None:
         self.process, self.client, self._tolerance, self._paths = process, client, tolerance, paths
@@ -75,23 +77,60 @@ class EngineSlot:
         self.version = 0
         self.mismatch: float | None = None
         self.restarts = 0
+        self.busy = False  # a host has a request in it
+        self._doing = "starting"
+        self.meter = Meter()
+        self._counted = self._num_tokens = 0  # tokens that it made before; that its server counts
+        self._has_count = True
+
+    def account(self, doing: str | None = None) -> None:
+        """What its time goes to from now on. `doing`: what is being done to it, "" when that is over."""
+        self._doing = self._doing if doing is None else doing
+        own = "generating" if self.busy else "waiting"
+        self.meter.to(self._doing or (own if self.ready else "gaps"))
+
+    async def count(self) -> bool:
+        """Take in how many tokens its server has made. Whether it said so."""
+        with contextlib.suppress(EngineFault, EngineError, TimeoutError):
+            async with asyncio.timeout(COUNT_S):
+                now = await self.client.generated()
+            self._counted += self._num_tokens if now < self._num_tokens else 0  # of a server before this one
+            self._num_tokens = now
+            return True
+        return False
+
+    @property
+    def generated(self) -> int | None:
+        """Tokens that it has made under this supervisor, as last counted; None where that can't be told."""
+        return self._counted + self._num_tokens if self._has_count else None
 
     async def start(self) -> None:
         """Take over a server that an earlier supervisor left running, else start one."""
+        self.account("starting")
         if await self.process.adopt():
             self.version = max(0, await self.client.version())
             if (half_loaded := self.process.half_loaded) is not None:
                 await self._load_again(half_loaded)
+            self._has_count = await self.count()
+            self._counted = -self._num_tokens  # these are that supervisor's
             logger.info("%s: taken over, version %d", self.process.name, self.version)
         else:
             await self.process.start()
             self.version = 0
         self.ready = True
+        self.account("")
 
     async def load(self, version: int) -> dict[str, Any]:
         """Load a version and score its probe; a failed check brings the old version back."""
         if not self.ready:
             return {"ok": False, "refused": False, "message": f"{self.process.name} is not up"}
+        self.account("weight_sync")
+        try:
+            return await self._load(version)
+        finally:
+            self.account("")
+
+    async def _load(self, version: int) -> dict[str, Any]:
         began = time.monotonic()
         old = self.version
         try:
@@ -167,7 +206,8 @@ class Supervisor:
         self._leaving = False
         self._log: Log | None = None
         self._hosts: dict[int, asyncio.subprocess.Process] = {}
-        self._slots: list[EngineSlot] = []
+        self._busy: dict[int, Sequence[bool]] = {}  # pid of a host -> in which engines it has requests
+        self.slots: list[EngineSlot] = []
         for index in range(pool.engines):
             process = EngineProcess(
                 pool, model=paths.model, dtype=config.model.dtype, folder=engine_folder(self._folder, index),
@@ -176,7 +216,16 @@ class Supervisor:
             client = VllmEngine(
                 process.socket, stop_ids=stop_ids, max_model_len=pool.max_model_len, name=f"engine {node}-{index}"
             )
-            self._slots.append(EngineSlot(process, client, pool.probe_tolerance, paths))
+            self.slots.append(EngineSlot(process, client, pool.probe_tolerance, paths))
+
+    def engine_pids(self) -> list[int]:
+        """Those that an earlier supervisor started are not below this process."""
+        return [slot.process.pid for slot in self.slots]
+
+    def generated(self) -> int | None:
+        """Tokens that the engines have made under this supervisor; None where that can't be told."""
+        counts = [slot.generated for slot in self.slots]
+        return None if None in counts else sum(filter(None, counts))
 
     async def run(self) -> None:
         """Until `stop` is set. Raises EngineError when an engine or host can't be kept alive."""
@@ -201,7 +250,7 @@ class Supervisor:
         watchers: list[asyncio.Task[None]] = []
         try:
             watchers = [asyncio.create_task(self._keep_host(index)) for index in range(self._pool.hosts)]
-            watchers += [asyncio.create_task(self._keep_engine(slot)) for slot in self._slots]
+            watchers += [asyncio.create_task(self._keep_engine(slot)) for slot in self.slots]
             stopping = asyncio.create_task(self.stop.wait())
             done, _ = await asyncio.wait({stopping, *watchers}, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
@@ -216,9 +265,10 @@ class Supervisor:
                 await server.close()
                 await log.close()
             finally:  # a full disk must not leave engines behind
-                for slot in self._slots:
+                await asyncio.gather(*(slot.count() for slot in self.slots))
+                for slot in self.slots:
                     await slot.client.close()
-                await asyncio.gather(*(slot.process.stop() for slot in self._slots))
+                await asyncio.gather(*(slot.process.stop() for slot in self.slots))
                 door.unlink(missing_ok=True)
 
     async def leave(self, within_s: float) -> None:
@@ -243,6 +293,7 @@ class Supervisor:
             except (EngineError, EngineFault) as error:
                 message = str(error)
             slot.ready = False
+            slot.account("")
             slot.restarts += 1
             deaths += 1
             if deaths > MAX_DEATHS:
@@ -261,6 +312,8 @@ class Supervisor:
                 if done:
                     return f"{slot.process.name} ended by itself"
                 missed = 0 if await slot.client.healthy() else missed + 1
+                if not missed:
+                    await slot.count()
         finally:
             ended.cancel()
         return f"{slot.process.name} does not answer"
@@ -271,6 +324,7 @@ class Supervisor:
             began = time.monotonic()
             process = self._hosts[index] = await self._start_host(index)
             code = await process.wait()
+            self._is_busy(process.pid, ())
             if self._leaving:
                 await self.stop.wait()
                 return
@@ -282,6 +336,14 @@ class Supervisor:
                 raise EngineError(f"host {self.node}-{index} ended {deaths} times (exit {code}); see the job's log")
             logger.warning("host %s-%d ended (exit %s); starting another", self.node, index, code)
             await asyncio.sleep(min(0.2 * 2 ** (deaths - 1), 30))
+
+    def _is_busy(self, host: int, engines: Sequence[bool]) -> None:
+        """Account for which engines a host has requests in: for none, when it has ended."""
+        living = {process.pid for process in self._hosts.values() if process.returncode is None}
+        self._busy = {pid: row for pid, row in {**self._busy, host: engines}.items() if pid in living}
+        for number, slot in enumerate(self.slots):
+            slot.busy = any(row[number] for row in self._busy.values())
+            slot.account()
 
     async def _end_hosts(self) -> None:
         for step in ("terminate", "kill"):
@@ -303,21 +365,23 @@ class Supervisor:
         finally:
             writer.close()
 
-    async def _answer(self, method: str, version: int = -1) -> Any:
+    async def _answer(self, method: str, version: int = -1, host: int = 0, engines: Sequence[bool] = ()) -> Any:
         match method:
+            case "busy":
+                return self._is_busy(host, engines)
             case "status":
                 return {
-                    "ready": bool(self._slots) and all(slot.ready for slot in self._slots),
-                    "version": min((slot.version for slot in self._slots), default=-1),
-                    "mismatch": max((slot.mismatch or 0.0 for slot in self._slots), default=0.0),
-                    "restarts": sum(slot.restarts for slot in self._slots),
+                    "ready": bool(self.slots) and all(slot.ready for slot in self.slots),
+                    "version": min((slot.version for slot in self.slots), default=-1),
+                    "mismatch": max((slot.mismatch or 0.0 for slot in self.slots), default=0.0),
+                    "restarts": sum(slot.restarts for slot in self.slots),
                     "full": self._log is not None and self._log.full,
                     "pid": os.getpid(),
-                    "engines": [slot.process.pid for slot in self._slots],
+                    "engines": [slot.process.pid for slot in self.slots],
                     "hosts": [process.pid for process in self._hosts.values()],
                 }
             case "load":
-                answers = await asyncio.gather(*(slot.load(version) for slot in self._slots))
+                answers = await asyncio.gather(*(slot.load(version) for slot in self.slots))
                 bad = [answer for answer in answers if not answer["ok"]]
                 return bad[0] if bad else max(answers, key=lambda answer: answer["seconds"])
             case "seal":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -36,6 +37,7 @@ from hpcrl.workers.sandboxes import Line, NoSandbox, RemoteSandbox
 logger = logging.getLogger(__name__)
 
 EVENT_S = 0.02  # least time between two event messages of a worker
+TELL_S = 2.0  # for the supervisor to hear of it
 RELEASE_S = 5.0  # for a sandbox node to take a sandbox back
 
 
@@ -259,7 +261,9 @@ class Host:
         }
 
     async def announce(self) -> None:
-        """Stream receipts to the driver: hints for speed, so what a missing scheduler can't take is dropped."""
+        """Stream receipts to the driver: hints for speed, so what a missing scheduler can't take is dropped. Tell the
+        supervisor which engines have requests of ours, when that has changed."""
+        told = [False] * len(self._engines)
         while True:
             await asyncio.sleep(EVENT_S)
             self.beat = time.monotonic()
@@ -269,6 +273,12 @@ class Host:
                 if worker is not None:
                     with contextlib.suppress(Exception):
                         worker.log_event(TOPIC, rows)
+            busy = [engine.running > 0 for engine in self._engines]
+            if busy != told:
+                with contextlib.suppress(OSError, TimeoutError):
+                    async with asyncio.timeout(TELL_S):
+                        await self._supervisor.call("busy", host=os.getpid(), engines=busy)
+                    told = busy
 
     async def close(self) -> None:
         await self.park()

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
+import math
 import os
 import re
 import shutil
 import socket
 import subprocess
+import time
 
 import psutil
 
-from hpcrl.config import Config
+from hpcrl.config import Config, seconds_of
 from hpcrl.layout import node_name
 from hpcrl.types import ConfigError
 
 logger = logging.getLogger(__name__)
 
 SCONTROL_S = 15.0
+CLOSING_S = 20.0  # that a rollout node takes for closing its log and ending its engines
 
 
 def job_id() -> str:
@@ -63,6 +67,22 @@ def asked() -> dict[str, int | None]:
 
 def task_rank() -> int:
     return int(os.environ.get("SUBMITIT_LOCAL_GLOBALID") or os.environ.get("SLURM_PROCID") or 0)
+
+
+def ends_at(config: Config, role: str, index: int) -> float:
+    """When this process's allocation ends, in seconds since the epoch: as Slurm's environment says, else scontrol, else
+    by the limit that was asked for, from now on. Infinite outside of one."""
+    job = os.environ.get("SLURM_JOB_ID", "")
+    if not job:
+        return math.inf
+    if (given := os.environ.get("SLURM_JOB_END_TIME", "")).isdecimal():  # since 23.02
+        return float(given)
+    said = _scontrol("job", job, "EndTime")
+    with contextlib.suppress(ValueError):
+        return time.mktime(time.strptime(said, "%Y-%m-%dT%H:%M:%S"))
+    if config.launch.executor != "slurm" or said == "Unknown":
+        return math.inf
+    return time.time() + seconds_of(config.slurm_of(role, index).time)
 
 
 @functools.cache
@@ -120,13 +140,18 @@ def _slurm_address() -> str:
     name = os.environ.get("SLURMD_NODENAME", "")
     if not name or shutil.which("scontrol") is None:
         return ""
-    command = ("scontrol", "--oneliner", "show", "node", name)
+    return _scontrol("node", name, "NodeAddr")
+
+
+def _scontrol(what: str, name: str, field: str) -> str:
+    """A field of what scontrol shows of a node or job; "" when it doesn't say."""
+    command = ("scontrol", "--oneliner", "show", what, name)
     try:
         said = subprocess.run(command, capture_output=True, text=True, timeout=SCONTROL_S, check=True).stdout
     except (OSError, subprocess.SubprocessError) as error:
         logger.warning("%s: %s", " ".join(command), error)
         return ""
-    return next((word.partition("=")[2] for word in said.split() if word.startswith("NodeAddr=")), "")
+    return next((word.partition("=")[2] for word in said.split() if word.startswith(f"{field}=")), "")
 
 
 # ---- listeners ------------------------------------------------------------------------------------------------------

@@ -24,7 +24,9 @@ from hpcrl.launch import node_environment, submit_async
 from hpcrl.launch.watch import ControlWatch
 from hpcrl.layout import RunPaths, boot_id, node_name, publish_json, read_json
 from hpcrl.node import (
+    CLOSING_S,
     asked,
+    ends_at,
     host_of,
     interface_of,
     is_earlier_life,
@@ -42,7 +44,6 @@ logger = logging.getLogger(__name__)
 
 STUCK_S = 120.0
 LONG_S = 600.0  # a control that lived for so long dies for the first time
-CLOSING_S = 20.0  # of the time that a rollout node is told ahead, for closing its log and ending its engines
 
 
 def run_role(root: str, role: str, index: int, control_number: int) -> None:
@@ -236,11 +237,14 @@ async def rollout(paths: RunPaths, config: Config, index: int, usage: Usage) -> 
     usage.pids, usage.generated = supervisor.engine_pids, supervisor.generated
     leaving: set[asyncio.Task[None]] = set()
 
+    ends = ends_at(config, "rollout", index)
+
     def leave() -> None:
         if not leaving:
-            within_s = max(1.0, config.slurm_of("rollout", index).signal_s - CLOSING_S)
-            leaving.add(asyncio.create_task(supervisor.leave(within_s)))
+            within_s = min(ends - time.time(), config.slurm_of("rollout", index).signal_s) - CLOSING_S
+            leaving.add(asyncio.create_task(supervisor.leave(max(1.0, within_s))))
 
+    supervisor.on_leave = leave
     on_signal(supervisor.stop.set, leave)
     lost = asyncio.create_task(_end_without_control(ControlWatch(paths, config), supervisor.stop))
     try:
@@ -282,7 +286,7 @@ async def host(paths: RunPaths, config: Config, node: str, index: int, number: i
         served = Host(
             paths, config, where=Where(node=node, job=job_id(), boot_id=boot_id()), concurrent=pool.concurrent,
             family=load_family(config.environment.name, config.environment.options), renderer=renderer, log=log,
-            engines=engines, supervisor=Link(folder),
+            engines=engines, supervisor=Link(folder), ends=ends_at(config, "rollout", index),
         )  # fmt: skip
         serve(served)
         local = folder / f"dask-{number}"
@@ -372,7 +376,8 @@ def learner(paths: RunPaths, config: Config, control_number: int, usage: Usage) 
         publish_json(meeting, {"address": host, "port": listener.getsockname()[1]})
     row = _wait_for(meeting, 150)  # rank 0's node may be another: NFS shows a new file up to 60 s late
     watch = ControlWatch(paths, config)
-    stop_now = lambda: stopping or watch.gone()  # noqa: E731
+    ends = ends_at(config, "learner", 0)
+    stop_now = lambda needed_s: stopping or watch.gone() or time.time() + needed_s > ends  # noqa: E731
     meter = Meter()
     usage.units = [(config.learner.gpus, meter)]
     run_learner(paths, config, rank, world, row["address"], row["port"], stop_now, control_number, listener, meter)

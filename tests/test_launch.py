@@ -7,6 +7,7 @@ import json
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -342,6 +343,27 @@ def test_a_node_of_slurms_is_named_by_job_and_life(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
     assert node.job_of(node.node_id("r0")) == "123" and node.node_id("r0").endswith(".2")
     assert node.job_of("host-j1-r0") == ""
+
+
+def test_when_the_allocation_ends(
+    command: Callable[[str, str], Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    settings = load(tmp_path, '[launch]\nexecutor = "slurm"\n[slurm]\ntime = "2:00:00"\n')
+    for name in ("SLURM_JOB_ID", "SLURM_JOB_END_TIME"):
+        monkeypatch.delenv(name, raising=False)
+    assert node.ends_at(settings, "learner", 0) == float("inf")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("TZ", "UTC")
+    time.tzset()
+    asked = command("scontrol", "echo 'JobId=7 EndTime=2026-12-01T00:00:10 Deadline=N/A'")
+    assert node.ends_at(settings, "learner", 0) == 1796083210.0
+    assert asked.read_text() == "--oneliner show job 7\n"
+    command("scontrol", "echo 'JobId=7 EndTime=Unknown'")
+    assert node.ends_at(settings, "learner", 0) == float("inf")
+    command("scontrol", "echo down >&2; exit 1")
+    assert 7190 < node.ends_at(settings, "learner", 0) - time.time() <= 7200, "as asked for"
+    monkeypatch.setenv("SLURM_JOB_END_TIME", "1796083211")
+    assert node.ends_at(settings, "learner", 0) == 1796083211.0
 
 
 def test_jobs_of_a_time_before_there_were_executors_are_local(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from run_parts import hpcrl
-from test_launch import Cluster, command, load
+from test_launch import Cluster, load
 
 from hpcrl import config, launch, roles
 from hpcrl.fleet import Fleet
@@ -19,8 +19,6 @@ from hpcrl.launch import SlurmError, steps
 from hpcrl.layout import RunPaths
 from hpcrl.node import is_earlier_life, job_id, job_of, node_id
 from hpcrl.types import ConfigError
-
-__all__ = ["command"]
 
 HET = '[launch]\nexecutor = "steps"\n[learner]\nslurm = {het_group = 1, memory = "2G"}\n'
 

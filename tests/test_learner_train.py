@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from hpcrl.config import Config
 from hpcrl.layout import RunPaths
-from hpcrl.learner.train import rate, run_learner
+from hpcrl.learner.train import LEAVING_S, rate, run_learner
 from hpcrl.replay import Replay
 from hpcrl.store.compact import compact
 from hpcrl.store.index import Store
@@ -34,7 +34,7 @@ from hpcrl.layout import RunPaths
 from hpcrl.learner.train import rate, run_learner
 paths = RunPaths.of(sys.argv[1])
 rank, world, port = map(int, sys.argv[2:])
-run_learner(paths, load_resolved(paths.config), rank, world, "127.0.0.1", port, lambda: False)
+run_learner(paths, load_resolved(paths.config), rank, world, "127.0.0.1", port, lambda _: False)
 """
 
 
@@ -49,7 +49,7 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def alone(paths: RunPaths, config: Config, stop: Callable[[], bool] = lambda: False, control: int = 1) -> None:
+def alone(paths: RunPaths, config: Config, stop: Callable[[float], bool] = lambda _: False, control: int = 1) -> None:
     run_learner(paths, config, 0, 1, "127.0.0.1", free_port(), stop, control)
 
 
@@ -161,7 +161,7 @@ def test_a_resumed_run_goes_on_exactly_and_trains_nothing_twice(tmp_path: Path, 
 
     broken = make_run(tmp_path / "broken", config, model)
     store_and_enter(broken, sft_rows(30))
-    alone(broken, config, stop=lambda: len(trained_rows(broken)) >= 4)
+    alone(broken, config, stop=lambda _: len(trained_rows(broken)) >= 4)
     assert [folder.name for folder in sorted(broken.checkpoints.iterdir())] == ["update-000002", "update-000004"]
     # The newest checkpoint is damaged, and one was cut short while being written: the one before must be chosen.
     part = next((broken.checkpoints / "update-000004").glob("*.distcp"))
@@ -186,11 +186,11 @@ def test_the_only_good_checkpoint_stays_when_a_newer_one_is_damaged(tmp_path: Pa
     config = make_config([warmup(6)], learner={"checkpoint_every": 2, "keep_checkpoints": 2})
     paths = make_run(tmp_path / "run", config, model)
     store_and_enter(paths, sft_rows(36))
-    alone(paths, config, stop=lambda: len(trained_rows(paths)) >= 4)
+    alone(paths, config, stop=lambda _: len(trained_rows(paths)) >= 4)
     part = next((paths.checkpoints / "update-000004").glob("*.distcp"))
     part.write_bytes(part.read_bytes()[:-9])
     # Goes on from update 2 and is stopped at 3: the damaged 4 must not push 3 or 2 out.
-    alone(paths, config, stop=lambda: trained_rows(paths)[-1].update >= 3 and lineage(paths)[-1].update == 3)
+    alone(paths, config, stop=lambda _: trained_rows(paths)[-1].update >= 3 and lineage(paths)[-1].update == 3)
     assert [folder.name for folder in sorted(paths.checkpoints.iterdir())] == ["update-000002", "update-000003"]
     alone(paths, config)
     assert [row.update for row in trained_rows(paths)] == [1, 2, 3, 4, 5, 6]
@@ -231,12 +231,25 @@ def test_a_stop_is_heard_by_the_learner_that_it_is_meant_for(tmp_path: Path, mod
     assert [row.update for row in trained_rows(paths)] == [1, 2]
 
 
+def test_an_allocation_that_ends_has_room_for_the_checkpoint(tmp_path: Path, model: Path) -> None:
+    config = make_config([warmup(4)], learner={"checkpoint_every": 3})
+    paths = make_run(tmp_path / "run", config, model)
+    store_and_enter(paths, sft_rows(24))
+    needed: list[float] = []
+    alone(paths, config, stop=lambda seconds: needed.append(seconds) or len(trained_rows(paths)) >= 2)  # type: ignore[func-returns-value]
+    assert needed[0] == LEAVING_S < needed[-1], "an update has been measured"
+    assert [row.update for row in trained_rows(paths)] == [1, 2]
+    assert (paths.checkpoints / "update-000002").exists(), "though none was due"
+    alone(paths, config, stop=lambda seconds: seconds > LEAVING_S)
+    assert [row.update for row in trained_rows(paths)] == [1, 2, 3]
+
+
 def test_weights_of_a_lost_lineage_are_published_over(tmp_path: Path, model: Path) -> None:
     """The run died after publishing a version that no checkpoint holds: engines must be given other weights again."""
     config = make_config([warmup(4, publish_every=1)], learner={"checkpoint_every": 2, "keep_checkpoints": 9})
     paths = make_run(tmp_path / "run", config, model)
     store_and_enter(paths, sft_rows(24))
-    alone(paths, config, stop=lambda: len(trained_rows(paths)) >= 3)
+    alone(paths, config, stop=lambda _: len(trained_rows(paths)) >= 3)
     last = paths.checkpoints / "update-000003"
     last.rename(paths.root / "gone")
     assert newest(paths, 1) == [3]

@@ -17,6 +17,7 @@ from hpcrl.sandbox.backend import find_backend
 from hpcrl.sandbox.pool import Pool
 from hpcrl.types import Cause
 from hpcrl.workers.guest import security
+from hpcrl.workers.hosts import must_leave
 from hpcrl.workers.sandboxes import Line, RemoteSandbox, SandboxNode
 
 SESSIONS = 2
@@ -39,6 +40,15 @@ async def node(tmp_path: Path) -> AsyncIterator[tuple[SandboxNode, Line]]:
 
 def box(line: Line, trajectory: str, attempt: int = 1) -> RemoteSandbox:
     return RemoteSandbox(line, trajectory, attempt)
+
+
+@pytest.mark.parametrize(
+    ("left_s", "took", "leaves"),
+    [(21, [], False), (19, [], True), (60, [1.0] * 95 + [300.0] * 5, True), (60, [1.0] * 96 + [300.0] * 4, False),
+     (330, [300.0], False), (310, [300.0], True), (float("inf"), [1e9], False)],
+)  # fmt: skip
+def test_a_host_leaves_while_there_is_time_for_a_step(left_s: float, took: list[float], leaves: bool) -> None:
+    assert must_leave(left_s, took) is leaves
 
 
 async def test_sandboxes_stand_before_the_first_call(node: tuple[SandboxNode, Line]) -> None:

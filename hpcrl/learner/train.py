@@ -14,6 +14,7 @@ import logging
 import math
 import socket
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -40,6 +41,8 @@ log = logging.getLogger("hpcrl.learner")
 # What is summed over tokens, micro-batches and ranks to become a mean; see `_sums`.
 SUMS = ("loss", "entropy", "ratio", "clip_share", "is_weight", "is_cap_share", "mismatch", "mismatch_tokens")
 
+LEAVING_S = 5.0  # for a process to end
+
 
 def run_learner(
     paths: RunPaths,
@@ -48,12 +51,13 @@ def run_learner(
     world: int,
     master_addr: str,
     master_port: int,
-    stop: Callable[[], bool],
+    stop: Callable[[float], bool],
     control: int = 0,
     listener: socket.socket | None = None,
     meter: Meter | None = None,
 ) -> None:
-    """Train until the phases are done, the ledger says stop, or `stop()` (rank 0's counts); resume from what there is.
+    """Train until the phases are done, the ledger says stop, or `stop(s)` (rank 0's counts), where s are the seconds
+    that one more update may take, and the checkpoint after it; resume from what there is.
 
     `control`: the incarnation that asked for this learner; a stop that an earlier one wrote is not for it. `listener`:
     where rank 0 is met, when it has one already. `meter`: told what this rank's time goes to.
@@ -97,7 +101,7 @@ class Learner:
     """One rank. Rank 0 alone has `_feed` and `_progress`, and alone writes manifests and rows."""
 
     def __init__(
-        self, paths: RunPaths, config: Config, ranks: Ranks, stop: Callable[[], bool], control: int, meter: Meter
+        self, paths: RunPaths, config: Config, ranks: Ranks, stop: Callable[[float], bool], control: int, meter: Meter
     ) -> None:
         self.paths, self.config, self.ranks, self._meter = paths, config, ranks, meter
         self.skipped = 0  # updates without a step, for a gradient that was no finite number
@@ -115,11 +119,13 @@ class Learner:
             checkpoint.load(folder, self.policy, self.optimizer)
         self._ends: set[int] = set()  # versions at the ends of phases: they are evaluated, however late
         self._saved = self.at.update  # a checkpoint of this update is not needed
+        self._took: deque[float] = deque(maxlen=20)  # seconds of the latest updates
+        self._save_s = 0.0  # of the latest checkpoint
         self._exact = True  # the weights are exactly those of version at.version
         self._begin_lineage(bool(found), stop, control)
         self._last_update = time.monotonic()
 
-    def _begin_lineage(self, resumed: bool, stop: Callable[[], bool], control: int) -> None:
+    def _begin_lineage(self, resumed: bool, stop: Callable[[float], bool], control: int) -> None:
         """Open progress, see what is trained already, and publish where engines could hold other weights than ours."""
         phase = self.config.phase[self.at.phase]
         if self._first:
@@ -129,7 +135,8 @@ class Learner:
             trained = {trajectory for row in rows for trajectory in row.trajectories}
             last = {phase.name: phase.updates for phase in self.config.phase}
             self._ends = {row.version for row in rows if row.phase_update == last.get(row.phase)}
-            self._feed = Feed(self.paths, self._store, trained, stop, control, self.config.store.poll_s)
+            stop_now = lambda: stop(self._needed_s())  # noqa: E731
+            self._feed = Feed(self.paths, self._store, trained, stop_now, control, self.config.store.poll_s)
         there = self.ranks.share(newest(self.paths, 1) if self._first else None)
         if there != [self.at.version]:
             parent = self.at.version if there else -1
@@ -167,10 +174,15 @@ class Learner:
                     self._save()
                     return
                 self._meter.to("learning")
-                metrics = {"wait_s": time.monotonic() - begun} | self._update(phase, plan)
+                metrics = {"wait_s": (planned := time.monotonic()) - begun} | self._update(phase, plan)
                 self._after(phase, plan, metrics)
+                self._took.append(time.monotonic() - planned)
         if self._first:
             self._progress.append(self._row(self.config.phase[-1], done=True))
+
+    def _needed_s(self) -> float:
+        """For an update and a checkpoint, as the slowest of late were; half as much again, as they vary."""
+        return 1.5 * (max(self._took, default=0.0) + self._save_s) + LEAVING_S
 
     def _next_plan(self, phase: Phase) -> Plan:
         if not self._first:
@@ -347,5 +359,7 @@ class Learner:
     def _save(self) -> None:
         if self._saved != self.at.update:
             self._meter.to("saving")
+            begun = time.monotonic()
             checkpoint.save(self.paths, self.policy, self.optimizer, self.at, self.config.learner.keep_checkpoints)
+            self._save_s = time.monotonic() - begun
             self._saved = self.at.update

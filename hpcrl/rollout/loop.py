@@ -107,6 +107,7 @@ class Loop:
         cap: Cap | None = None,
         slot: AbstractAsyncContextManager[Any] | None = None,
         on_receipt: Callable[[Receipt], None] = lambda receipt: None,
+        on_step: Callable[[float], None] = lambda seconds: None,
     ) -> None:
         """`slot`: held while it uses engine and tools, which bounds how many do; not while its end becomes durable."""
         self.ticket = ticket
@@ -116,7 +117,7 @@ class Loop:
         self._engine, self._sandbox = engine, sandbox
         self._world, self._cap = environment, cap
         self._log, self._renderer, self._where, self._history = log, renderer, where, history
-        self._on_receipt = on_receipt
+        self._on_receipt, self._on_step = on_receipt, on_step
         self._parent = ticket.adopt
         self._root: dict[str, Any] = {"root": ""}  # what the next act says of a context that begins with it
         self._commits: set[asyncio.Future[Receipt]] = set()
@@ -167,6 +168,7 @@ class Loop:
         while self._num_steps < ticket.max_steps:
             if self.leaving:
                 return State.RETRYING, None
+            began = time.monotonic()
             room = min(ticket.sampling.max_tokens, ticket.max_context - self._num_tokens)
             if room <= 0:
                 return State.TRUNCATED, Fault(cause=Cause.POLICY, where="context", message="max_context reached")
@@ -184,6 +186,7 @@ class Loop:
                 await self._log.settle()  # whoever takes over must know of the call
             outcome = await self._step(calls)
             done = await self._observe(outcome, generation.finish_reason)
+            self._on_step(time.monotonic() - began)
             if done is not None:
                 return done
         return State.TRUNCATED, Fault(

@@ -204,6 +204,7 @@ class Supervisor:
         self._start_host = start_host
         self.stop = asyncio.Event()
         self._leaving = False
+        self.on_leave: Callable[[], None] = lambda: None  # when a host sees that it's time
         self._log: Log | None = None
         self._hosts: dict[int, asyncio.subprocess.Process] = {}
         self._busy: dict[int, Sequence[bool]] = {}  # pid of a host -> in which engines it has requests
@@ -388,6 +389,8 @@ class Supervisor:
                 if self._log is not None:
                     await self._log.seal()
                 return {}
+            case "leave":
+                return self.on_leave()
             case "stop":
                 asyncio.get_running_loop().call_later(0.05, self.stop.set)  # after this answer left
                 return None

@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Protocol
 
 from hpcrl.config import Config
 from hpcrl.layout import RunPaths
+from hpcrl.node import CLOSING_S
 from hpcrl.rollout.caps import load_cap
 from hpcrl.rollout.loop import AttemptFault, History, Loop, Where, history_of, unbegun
 from hpcrl.rollout.render import Renderer
@@ -99,7 +102,9 @@ class Host:
         log: LogClient,
         engines: Sequence[Engine],
         supervisor: Supervisor,
+        ends: float = math.inf,
     ) -> None:
+        """`ends`: when this node's allocation does, in seconds since the epoch."""
         self._paths, self._config, self._where, self._concurrent = paths, config, where, concurrent
         self._slots = asyncio.Semaphore(concurrent)
         self._family, self._renderer, self._log, self._supervisor = family, renderer, log, supervisor
@@ -112,7 +117,9 @@ class Host:
         self._reading = threading.Lock()  # of the store, which isn't thread-safe
         self._beginning = asyncio.Lock()
         self._receipts: list[Receipt] = []
+        self._took: deque[float] = deque(maxlen=512)  # seconds of the latest steps
         self._incarnation = 0
+        self._ends = ends
         self._leaving = False
         self.beat = time.monotonic()  # when its event loop last came round
         self.guest: Guest | None = None
@@ -167,6 +174,7 @@ class Host:
         loop = Loop(
             ticket, engine=engine, environment=environment, sandbox=sandbox, log=self._log, renderer=self._renderer,
             where=self._where, history=history, cap=self._cap, slot=self._slots, on_receipt=self._receipts.append,
+            on_step=self._took.append,
         )  # fmt: skip
         task = asyncio.create_task(self._run(loop, sandbox), name=ticket.trajectory)
         self._loops[ticket.trajectory] = (ticket, loop, task)
@@ -262,8 +270,9 @@ class Host:
 
     async def announce(self) -> None:
         """Stream receipts to the driver: hints for speed, so what a missing scheduler can't take is dropped. Tell the
-        supervisor which engines have requests of ours, when that has changed."""
+        supervisor which engines have requests of ours, when that has changed; and when it's time to leave."""
         told = [False] * len(self._engines)
+        asked = False
         while True:
             await asyncio.sleep(EVENT_S)
             self.beat = time.monotonic()
@@ -279,6 +288,11 @@ class Host:
                     async with asyncio.timeout(TELL_S):
                         await self._supervisor.call("busy", host=os.getpid(), engines=busy)
                     told = busy
+            if not asked and not self._leaving and must_leave(self._ends - time.time(), self._took):
+                with contextlib.suppress(OSError, TimeoutError):
+                    async with asyncio.timeout(TELL_S):
+                        await self._supervisor.call("leave")
+                    asked = True
 
     async def close(self) -> None:
         await self.park()
@@ -286,6 +300,14 @@ class Host:
             line.close()
         for engine in self._engines:
             await engine.close()
+
+
+def must_leave(left_s: float, took: Collection[float]) -> bool:
+    """Whether what remains of an allocation is less than nearly every step takes (the 95th percentile of `took`,
+    seconds), and saving it."""
+    if left_s > CLOSING_S + max(took, default=0.0):
+        return False
+    return left_s < CLOSING_S + (sorted(took)[int(0.95 * len(took))] if took else 0.0)
 
 
 def _already(ended: Ended) -> asyncio.Future[Ended]:

@@ -20,7 +20,7 @@ from hpcrl.cli.common import ConfigFile, RunFolder, Sets, fail
 from hpcrl.cli.looks import print_summary
 from hpcrl.config import Config
 from hpcrl.layout import RunPaths, publish, publish_json, read_json
-from hpcrl.types import ConfigError
+from hpcrl.types import ConfigError, is_number
 
 WATCH_S = 0.5
 STOP_S = 600.0  # that `hpcrl stop` waits for a control that winds down
@@ -154,7 +154,7 @@ def _sized(settings: Config, size: str) -> str:
     name, equals, count = size.partition("=")
     pools = [("rollout", pool) for pool in settings.rollout] + [("sandbox", pool) for pool in settings.sandbox]
     found = [(role, pool) for role, pool in pools if pool.name == name]
-    if not equals or not count.isdecimal() or not found:
+    if not equals or not is_number(count) or not found:
         names = ", ".join(pool.name for _, pool in pools)
         raise ConfigError(f"{size}: must be POOL=JOBS, with one of these pools: {names}")
     role, pool = found[0]

@@ -26,7 +26,7 @@ from hpcrl.store.records import COLUMNS, GENERATED, Kind, split
 from hpcrl.store.rows import Row, generated, text
 from hpcrl.store.segment import CLOSED, OPEN, read_header, segments
 from hpcrl.store.shard import SEGMENTS, Shard, write_shard
-from hpcrl.types import ConfigError, State, StoreError
+from hpcrl.types import ConfigError, State, StoreError, is_number
 
 _UNITS = {"MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 OPEN_REASON = "has not ended"
@@ -65,7 +65,7 @@ def size(word: str) -> int:
     """
     for unit, scale in _UNITS.items():
         number = word.removesuffix(unit).strip()
-        if number != word.strip() and number.replace(".", "", 1).isdigit():
+        if number != word.strip() and is_number(number.replace(".", "", 1)):
             return int(float(number) * scale)
     raise ConfigError(f"--keep: {word!r} is no size; give a number and one of {', '.join(_UNITS)}, such as 50GiB")
 
@@ -79,7 +79,7 @@ def prune(paths: RunPaths, keep_bytes: int, *, dry_run: bool = False) -> Pruned:
         raise StoreError(f"{left_open[0]}: is open; `hpcrl store seal` first")
     with Store(paths) as store:
         if store.damaged:
-            raise StoreError(f"{next(iter(store.damaged.values()))}; `hpcrl store repair` first")
+            raise StoreError(next(iter(store.damaged.values())))
         sizes = {path.name: path.stat().st_size for path in shards(paths)}
         choice = _choose(store, needed(paths, store), sizes, keep_bytes)
         gone = [name for name in sizes if name not in choice.kept]

@@ -261,6 +261,7 @@ def checksum(kind: int, digest: bytes, payload: bytes | memoryview) -> int:
 
 
 _encode = msgspec.json.Encoder(order="sorted").encode
+_TOO_DEEP = "JSON that is nested too deeply"
 _SIMPLE, _KEYS = frozenset({str, int, bool, type(None)}), frozenset({str})
 
 
@@ -274,7 +275,10 @@ def to_json(value: Mapping[str, Any]) -> bytes:
             return _encode(value)
     except (ValueError, OverflowError, RecursionError):
         pass
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+    try:
+        return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+    except RecursionError as error:
+        raise ValueError(_TOO_DEEP) from error
 
 
 def _is_plain(value: Any) -> bool:
@@ -298,9 +302,12 @@ def _is_plain(value: Any) -> bool:
 def from_json(text: bytes | memoryview) -> Any:
     """Raises ValueError."""
     try:
-        return msgspec.json.decode(text)
-    except msgspec.DecodeError:  # of a lone surrogate, for one
-        return json.loads(bytes(text))
+        try:
+            return msgspec.json.decode(text)
+        except msgspec.DecodeError:  # of a lone surrogate, for one
+            return json.loads(bytes(text))
+    except RecursionError as error:
+        raise ValueError(_TOO_DEEP) from error
 
 
 _Int32 = Annotated[int, msgspec.Meta(ge=-(1 << 31), lt=1 << 31)]
@@ -343,7 +350,7 @@ def split(kind: int, payload: bytes | memoryview) -> Parts:
         if head.kind != kind or kind not in KINDS:
             raise ValueError(f"kind {kind} in the frame, {head.kind} within")
         return head, text, _arrays(rest, head.arrays), from_json(text)["meta"] if kind in SUMMED else {}
-    except (struct.error, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+    except (struct.error, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise StoreError(f"not a record: {error}") from error
 
 

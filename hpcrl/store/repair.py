@@ -15,9 +15,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
-from hpcrl.layout import RunPaths, is_unreadable, publish, sync_folder
+from hpcrl.layout import RunPaths, is_unreadable, listed, publish, read_json, sync_folder
 from hpcrl.store.compact import claim, provenance, shard_path, shards
 from hpcrl.store.pack import Packer
 from hpcrl.store.records import Kind, NewerError, Record, split
@@ -69,6 +70,18 @@ def repair(paths: RunPaths) -> list[Repaired]:
     return [one for one in done if one is not None] + [_left(path, how_to_close(path)) for path in ownerless(paths)]
 
 
+def recorded(paths: RunPaths) -> list[Lost]:
+    """All that repairs of this run have found lost. Raises StoreError where what they wrote down can't be read."""
+    files = [path for at in (paths.damaged_shards, paths.damaged_log) for path in listed(at, "*.lost.json", anew=True)]
+    found: list[Lost] = []
+    for path in files:
+        try:
+            found += msgspec.convert((read_json(path) or {})["lost"], list[Lost])
+        except (KeyError, msgspec.ValidationError) as error:
+            raise StoreError(f"{path}: not what `hpcrl store repair` writes ({error})") from error
+    return found
+
+
 def _damage(path: Path, check: Callable[[Path], None]) -> str:
     """What is wrong with a file, "" where nothing is, or it is gone (a segment is in a shard by now). Raises OSError
     where that doesn't tell of the file."""
@@ -115,12 +128,12 @@ def _repair(paths: RunPaths, path: Path, damaged: Mapping[Path, str]) -> Repaire
         fresh = [row for row in found.records if row[0].hash not in elsewhere]
         there = elsewhere | {record.hash for record, _, _ in found.records}  # a prompt, say, that lies here twice
         lost = tuple(row for row in all_lost if row.hash not in there)
+        folder = paths.damaged_shards if is_shard else paths.damaged_log
+        folder.mkdir(exist_ok=True)
         shard, rescued = "", 0
         if fresh:
             shard = str(shard_path(paths, number))
             rescued = _write(paths, number, fresh, found.sources)
-        folder = paths.damaged_shards if is_shard else paths.damaged_log
-        folder.mkdir(exist_ok=True)
         rows = [asdict(row) for row in lost]
         publish(folder / f"{path.name}.lost.json", json.dumps({"damage": damaged[path], "lost": rows}, indent=1) + "\n")
         path.rename(folder / path.name)

@@ -8,21 +8,27 @@ hash, and the fields that it must have.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
-from hpcrl.layout import RunPaths, is_unreadable, read_json
+from hpcrl.layout import RunPaths, is_unreadable, read_json, strays
+from hpcrl.store.catalog import mendable
 from hpcrl.store.compact import shards
 from hpcrl.store.index import Store
-from hpcrl.store.ledger import entries, lineage, trained_twice
+from hpcrl.store.ledger import entries, lineage, repeats, trained_twice
 from hpcrl.store.records import CHAINED, REQUIRED, REQUIRED_WITHIN, Record, named
+from hpcrl.store.repair import recorded
 from hpcrl.store.rows import Row
 from hpcrl.store.seal import how_to_close, ownerless
 from hpcrl.store.segment import CLOSED, OPEN, segments
 from hpcrl.store.shard import Shard
 from hpcrl.types import StoreError
 
+_T = TypeVar("_T")
 _SHOWN = 20  # of each kind of problem
+_FILES = (*(("log", suffix) for suffix in (OPEN, CLOSED)), *(("shards", suffix) for suffix in (".h5", ".claim")))
+_FILES += (("ledger", ".jsonl"), ("progress", ".jsonl"))  # folder of RunPaths, suffix of what lies there
 _Problems = dict[str, list[str]]  # by kind; a defaultdict
 
 
@@ -38,11 +44,14 @@ class VerifyReport:
     open_trajectories: int
     orphans: int  # records of lower attempts, off the chain
     damaged: int  # files and records whose checksum or hash differs
+    strays: int  # files that bear the store's suffixes and are none of its files; nobody opens them
+    lost_recorded: int  # records that `store repair` found lost and wrote down; what lacks them is no new problem
     missing_contents: int  # of the records read: contents that they name and that aren't here
     missing_parents: int  # records whose parent, or whose root prompt, isn't here
     out_of_order: int  # records acknowledged before their parent
     lacking_fields: int  # of the records read: fields that docs/store-format.md requires
     ledger_entries: int
+    ledger_repeats: int  # of them: of a trajectory that was there already; nobody takes it again
     ledger_heads_missing: int
     ledger_heads_pruned: int  # of trained trajectories that `store prune` removed
     trained_unledgered: int  # trajectories of updates that no ledger names: a ledger's file is gone
@@ -61,8 +70,11 @@ def verify(paths: RunPaths, *, deep: bool = False) -> VerifyReport:
     counts = Counter[str]()
     with Store(paths, open_segments=True) as store:
         _files(paths, store, deep, problems)
-        _records(store, deep, problems, counts)
-        _training(paths, store, problems, counts)
+        lost = _or_damaged(problems, recorded, paths)
+        known = {row.hash for row in lost} | {row.trajectory for row in lost if not row.sure and row.trajectory}
+        _records(paths, store, deep, known, problems, counts)
+        _training(paths, store, known, problems, counts)
+        problems["damaged"][:0] = store.damaged.values()  # also what was found on the way
     return VerifyReport(
         shards=len(shards(paths)),
         segments=len(segments(paths.log, CLOSED)) + len(segments(paths.log, OPEN)),
@@ -72,11 +84,14 @@ def verify(paths: RunPaths, *, deep: bool = False) -> VerifyReport:
         open_trajectories=counts["open"],
         orphans=counts["orphans"],
         damaged=len(problems["damaged"]),
+        strays=len(problems["strays"]),
+        lost_recorded=len(lost),
         missing_contents=len(problems["contents"]),
         missing_parents=len(problems["parents"]),
         out_of_order=len(problems["order"]),
         lacking_fields=len(problems["lacking"]),
         ledger_entries=counts["ledger"],
+        ledger_repeats=counts["repeats"],
         ledger_heads_missing=len(problems["heads"]),
         ledger_heads_pruned=counts["pruned"],
         trained_unledgered=len(problems["unledgered"]),
@@ -87,9 +102,9 @@ def verify(paths: RunPaths, *, deep: bool = False) -> VerifyReport:
 
 
 def _files(paths: RunPaths, store: Store, deep: bool, problems: _Problems) -> None:
-    for text in store.damaged.values():
-        problems["damaged"].append(text)
     problems["damaged"] += [how_to_close(path) for path in ownerless(paths)]
+    for folder, suffix in _FILES:
+        problems["strays"] += strays(getattr(paths, folder), suffix, named=folder == "log")
     for path in shards(paths):
         try:
             with Shard(path) as shard:
@@ -101,17 +116,29 @@ def _files(paths: RunPaths, store: Store, deep: bool, problems: _Problems) -> No
             if isinstance(error, OSError) and not is_unreadable(error):
                 raise
             if path.name not in store.damaged:
-                problems["damaged"].append(str(error))
+                problems["damaged"].append(mendable(error, paths))
 
 
-def _records(store: Store, deep: bool, problems: _Problems, counts: Counter[str]) -> None:
+def _or_damaged(problems: _Problems, read: Callable[[RunPaths], Sequence[_T]], paths: RunPaths) -> Sequence[_T]:
+    """What `read` gives; nothing where that is damaged."""
+    try:
+        return read(paths)
+    except StoreError as error:
+        problems["damaged"].append(str(error))
+        return ()
+
+
+def _records(
+    paths: RunPaths, store: Store, deep: bool, lost: Container[str], problems: _Problems, counts: Counter[str]
+) -> None:
+    """`lost`: what is known to be: hashes of records, and trajectories of those that nobody knows the hash of."""
     prompts, shared = store.prompts(), set[str]()
     for trajectory in ("", *store.names()):
         try:
             rows = store.rows(trajectory)
             info = store.info(trajectory) if trajectory else None
         except StoreError as error:
-            problems["damaged"].append(str(error))
+            problems["damaged"].append(f"{trajectory or 'prompts and contents'}: {mendable(error, paths)}")
             continue
         shared = shared if trajectory else set(rows)
         counts["records"] += len(rows)
@@ -121,10 +148,10 @@ def _records(store: Store, deep: bool, problems: _Problems, counts: Counter[str]
             label = f"{row.kind.name} {row.hash} of {trajectory or 'all'}"
             if deep:
                 counts["read"] += 1
-                for kind, text in _read(store, trajectory, row, label, shared):
+                for kind, text in _read(paths, store, trajectory, row, label, shared, lost):
                     problems[kind].append(text)
             for name, hash, known in (("parent", row.parent, rows), ("root", row.root, prompts)):
-                if hash and hash not in known:
+                if hash and hash not in known and hash not in lost and trajectory not in lost:
                     problems["parents"].append(f"{label}: its {name} {hash} is missing")
             parent = rows.get(row.parent)
             together = parent is not None and row.kind in CHAINED and parent.node == row.node
@@ -132,15 +159,20 @@ def _records(store: Store, deep: bool, problems: _Problems, counts: Counter[str]
                 problems["order"].append(f"{label}: was stored before its parent")
 
 
-def _training(paths: RunPaths, store: Store, problems: _Problems, counts: Counter[str]) -> None:
+def _training(paths: RunPaths, store: Store, lost: Container[str], problems: _Problems, counts: Counter[str]) -> None:
     """What was trained, against what is there."""
-    ledger, updates = entries(paths), lineage(paths)
-    trained = {trajectory for row in updates for trajectory in row.trajectories} if read_json(paths.pruned) else ()
+    ledger, updates = _or_damaged(problems, entries, paths), _or_damaged(problems, lineage, paths)
+    pruned = _or_damaged(problems, lambda paths: [*(read_json(paths.pruned) or ())], paths)
+    trained = {trajectory for row in updates for trajectory in row.trajectories} if pruned else ()
     for position, entry in ledger:
         if entry.trajectory in trained and not store.rows(entry.trajectory):
             counts["pruned"] += 1
-        elif not store.complete(entry.trajectory, entry.head):
-            problems["heads"].append(f"ledger {position}: head {entry.head} of {entry.trajectory} is missing")
+            continue
+        lacking = store.lacking(entry.trajectory, entry.head)
+        if (lacking or not entry.head) and lacking not in lost and entry.trajectory not in lost:
+            what = f"head {entry.head}" if lacking == entry.head else f"before head {entry.head}: {lacking}"
+            problems["heads"].append(f"ledger {position}: {what} of {entry.trajectory} is missing")
+    counts["repeats"] = len(repeats(ledger))
     ledgered = {entry.trajectory for _, entry in ledger}
     for update in updates:
         for trajectory in sorted({*update.trajectories} - ledgered):
@@ -150,19 +182,21 @@ def _training(paths: RunPaths, store: Store, problems: _Problems, counts: Counte
     counts.update(ledger=len(ledger), updates=sum(bool(row.trajectories) for row in updates))
 
 
-def _read(store: Store, trajectory: str, row: Row, label: str, shared: set[str]) -> Iterator[tuple[str, str]]:
+def _read(
+    paths: RunPaths, store: Store, trajectory: str, row: Row, label: str, shared: set[str], lost: Container[str]
+) -> Iterator[tuple[str, str]]:
     """(kind, text) of what is wrong with one record itself."""
     try:
         record = store.record(trajectory, row.hash)
     except (StoreError, OSError) as error:
-        yield "damaged", str(error)
+        yield "damaged", f"{label}: {mendable(error, paths)}"
         return
     if record.true_hash != row.hash:
         yield "damaged", f"{label}: its hash differs, {record.true_hash}"
     for key in missing(record):
         yield "lacking", f"{label}: no field {key}"
     for hash in named(record.meta):
-        if hash[:32] not in shared:
+        if hash[:32] not in shared and hash[:32] not in lost:
             yield "contents", f"{label}: the content {hash} that it names is missing"
 
 

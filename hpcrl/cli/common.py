@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from hpcrl import launch
-from hpcrl.layout import RunPaths
-from hpcrl.types import ConfigError
+from hpcrl.layout import RunPaths, warn_once
+from hpcrl.types import ConfigError, HpcrlError, StoreError
 
 Sets = Annotated[
     list[str] | None,
@@ -25,15 +27,41 @@ ConfigFile = Annotated[Path, typer.Argument(help="A TOML file, such as configs/q
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object.")]
 
 
+# What reading the wrong types raises.
+_JUNK = (LookupError, ArithmeticError, TypeError, ValueError, AttributeError, RecursionError)
+
+
 def fail(message: str) -> int:
     print(f"hpcrl: {message}", file=sys.stderr)
     return 2
 
 
+@contextmanager
+def passing_over(path: Path) -> Iterator[None]:
+    """What is done within goes undone where this file holds junk (wrong types, no JSON): that is said, once."""
+    try:
+        yield
+    except (*_JUNK, OSError) as error:
+        why = str(error) if isinstance(error, HpcrlError) else f"{type(error).__name__}: {error}"
+        warn_once(f"hpcrl: {path}: unreadable, going on without it ({why})")
+
+
+@contextmanager
+def needing(path: Path) -> Iterator[None]:
+    """Where it can't be done without the file: raises StoreError."""
+    try:
+        yield
+    except HpcrlError:
+        raise
+    except _JUNK as error:
+        raise StoreError(f"{path}: unreadable ({type(error).__name__}: {error})") from error
+
+
 def refuse_running(paths: RunPaths) -> None:
     """Raises ConfigError while any job of the run lives."""
-    if launch.at_rest(paths):
-        return
-    alive = [f"{job.role}-{job.index} (job {job.id})" for job in launch.living(paths)]
+    with needing(paths.jobs):
+        if launch.at_rest(paths):
+            return
+        alive = [f"{job.role}-{job.index} (job {job.id})" for job in launch.living(paths)]
     if alive:
         raise ConfigError(f"{paths.root}: is running: {', '.join(alive)}; `hpcrl stop {paths.root}` first")

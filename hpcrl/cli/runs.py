@@ -16,8 +16,8 @@ from typing import Annotated
 import typer
 
 from hpcrl import config, launch
-from hpcrl.cli.common import ConfigFile, RunFolder, Sets, fail
-from hpcrl.cli.looks import print_summary
+from hpcrl.cli.common import ConfigFile, RunFolder, Sets, fail, needing
+from hpcrl.cli.looks import heartbeat, print_summary
 from hpcrl.config import Config
 from hpcrl.layout import RunPaths, publish, publish_json, read_json
 from hpcrl.types import ConfigError, is_number
@@ -91,7 +91,7 @@ def resume(
     if running is not None and launch.alive(running):
         raise ConfigError(f"{run}: is running (job {running.id}); watch it with `hpcrl watch {run}`")
     stopped = read_json(paths.stopped)
-    if stopped and stopped["outcome"] == "done":
+    if stopped and stopped.get("outcome") == "done":
         print(f"{run}: is done; nothing to resume")
         return
     check(settings)
@@ -111,7 +111,10 @@ def resume(
 def stop(run: RunFolder) -> None:
     """End all of a run's roles in order. What is open continues at the next `hpcrl resume`."""
     paths = RunPaths.of(run)
-    if launch.at_rest(paths):
+    with needing(paths.jobs):
+        launch.living(paths)
+        over = launch.at_rest(paths)
+    if over:
         print(f"{run}: has ended; nothing is left of it")
         return
     control = launch.newest(paths, "control")
@@ -269,7 +272,7 @@ def watch_to_end(paths: RunPaths, settings: Config) -> int:
                 launch.send([job], signal.SIGKILL)
                 print(f"hpcrl: {paths.root}: the run folder is gone; its jobs end by themselves", file=sys.stderr)
                 return 1
-            row = read_json(paths.heartbeat)
+            row = heartbeat(paths)
             if row is not None and row.get("incarnation"):
                 try:
                     view.show(row)

@@ -339,8 +339,8 @@ class Catalog:
         """
         if not re.fullmatch("[0-9a-f]{64}", hash):
             raise ConfigError(
-                f"{hash}: no content's name, the 64 digits (SHA-256) that `hpcrl store show` gives; the 32 of a hash name "
-                "a record, and a prompt has token ids alone, which `show` prints as text"
+                f"{hash}: no content's name, the 64 digits (SHA-256) that `hpcrl store show` gives; the 32 of a hash "
+                "name a record, and a prompt has token ids alone, which `show` prints as text"
             )
         row = self.rows("").get(hash[:32])
         data = self.record("", row.hash).data if row and row.kind is Kind.CONTENT else b""

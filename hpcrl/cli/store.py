@@ -83,16 +83,20 @@ def show(run: RunFolder, trajectory: Annotated[str, typer.Argument()]) -> None:
     paths = RunPaths.of(run)
     with Store(paths, open_segments=True, only=trajectory) as store:
         records = store.records(trajectory)
-        prompts = {record.hash: record for record in store.records("") if record.kind is Kind.PROMPT}
+        prompts = {}
+        for root in {record.meta["root"] for record in records if record.meta.get("root")}:
+            try:
+                prompts[root] = store.record("", root)
+            except StoreError as error:
+                store.damaged[root] = str(error)
         damaged = _say_damage(store.damaged)
     if not records and not damaged:
         raise StoreError(f"{run}: has no trajectory {trajectory!r}; `hpcrl store ls {run}` lists them")
     renderer = Renderer(paths.model)
     for record in records:
         if root := record.meta.get("root"):
-            print(
-                f"PROMPT     {renderer.transcript(prompts[root].ids)!r}" if root in prompts else f"PROMPT     no {root}"
-            )
+            text = repr(renderer.transcript(prompts[root].ids)) if root in prompts else f"{root} can't be read"
+            print(f"PROMPT     {text}")
         print(f"{record.kind.name:10} attempt {record.attempt} step {record.step} {record.hash}")
         if len(record.ids):
             print(f"           {renderer.transcript(record.ids)!r}")
@@ -134,7 +138,7 @@ def query(
 ) -> None:
     """The trajectories that meet every condition; an option given twice means either.
 
-    TIME: ISO 8601, or seconds since 1970.
+    TIME: ISO 8601, or seconds since 1970. Exit 1 when a file is damaged.
     """
     conditions = _conditions(locals())
     from hpcrl.store.index import Store
@@ -142,7 +146,7 @@ def query(
 
     with Store(RunPaths.of(run), open_segments=True) as store:
         found = store.query(**conditions)
-        _say_damage(store.damaged)
+        damaged = _say_damage(store.damaged)
     if as_json:
         print(json.dumps(as_rows(found)))
     elif as_csv:
@@ -151,6 +155,7 @@ def query(
         few = ["status", "kind", "phase", "task_kind", "num_steps", "num_tokens", "reward", "max_version", "trajectory"]
         print(found[few].to_string(index=False) if len(found) else "none")
         print(f"{len(found)} trajectories", file=sys.stderr)
+    sys.exit(damaged)
 
 
 def _conditions(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -342,11 +342,10 @@ class Catalog:
                 f"{hash}: no content's name, the 64 digits (SHA-256) that `hpcrl store show` gives; the 32 of a hash "
                 "name a record, and a prompt has token ids alone, which `show` prints as text"
             )
-        row = self.rows("").get(hash[:32])
-        data = self.record("", row.hash).data if row and row.kind is Kind.CONTENT else b""
-        if sha256(data).hexdigest() != hash:
+        record = self.record("", hash[:32])
+        if record.kind is not Kind.CONTENT or sha256(record.data).hexdigest() != hash:
             raise StoreError(f"{self._paths.root}: no content {hash}")
-        return data
+        return record.data
 
     def ahead(self, trajectories: Iterable[str]) -> None:
         """Ask the disk for what `rows` of these will read."""

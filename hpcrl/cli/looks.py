@@ -94,11 +94,12 @@ def watch(run: RunFolder) -> None:
 def heartbeat(paths: RunPaths) -> dict[str, Any] | None:
     """What control last knew of the run; None where it has not said, or nobody can make it out."""
     from hpcrl.observe.live import panel
+    from hpcrl.observe.summary import success
 
     with passing_over(paths.heartbeat):
         row = read_json(paths.heartbeat)
         if row is not None:
-            row["updates"]["done"] + 0, row["evaluations"].items(), row["state"] + ""
+            row["updates"]["done"] + 0, success(row["evaluations"]), row["state"] + ""
             if row["updates"]["total"]:
                 panel(row)
         return row

@@ -8,7 +8,7 @@ hash, and the fields that it must have.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -29,7 +29,25 @@ _T = TypeVar("_T")
 _SHOWN = 20  # of each kind of problem
 _FILES = (*(("log", suffix) for suffix in (OPEN, CLOSED)), *(("shards", suffix) for suffix in (".h5", ".claim")))
 _FILES += (("ledger", ".jsonl"), ("progress", ".jsonl"))  # folder of RunPaths, suffix of what lies there
-_Problems = dict[str, list[str]]  # by kind; a defaultdict
+
+
+class _Problems(defaultdict[str, list[str]]):
+    """By kind. What is missing because of a record that is known to be lost is counted, and no problem."""
+
+    def __init__(self) -> None:
+        super().__init__(list)
+        # Hashes of lost records, and trajectories of those that nobody knows the hash of for sure.
+        self.lost: set[str] = set()
+        self.recorded = Counter[str]()
+
+    def miss(self, kind: str, text: str, *names: str) -> None:
+        if self.lost.isdisjoint(names):
+            self[kind].append(text)
+        else:
+            self.recorded[kind] += 1
+
+    def count(self, kind: str) -> int:
+        return len(self[kind]) + self.recorded[kind]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +63,7 @@ class VerifyReport:
     orphans: int  # records of lower attempts, off the chain
     damaged: int  # files and records whose checksum or hash differs
     strays: int  # files that bear the store's suffixes and are none of its files; nobody opens them
-    lost_recorded: int  # records that `store repair` found lost and wrote down; what lacks them is no new problem
+    lost_recorded: int  # records that `store repair` found lost; what misses these is counted below, and no problem
     missing_contents: int  # of the records read: contents that they name and that aren't here
     missing_parents: int  # records whose parent, or whose root prompt, isn't here
     out_of_order: int  # records acknowledged before their parent
@@ -66,14 +84,15 @@ class VerifyReport:
 
 def verify(paths: RunPaths, *, deep: bool = False) -> VerifyReport:
     """Compare records, chains, ledger and progress; with `deep`, read every byte of them."""
-    problems: _Problems = defaultdict(list)
+    problems = _Problems()
     counts = Counter[str]()
     with Store(paths, open_segments=True) as store:
         _files(paths, store, deep, problems)
         lost = _or_damaged(problems, recorded, paths)
-        known = {row.hash for row in lost} | {row.trajectory for row in lost if not row.sure and row.trajectory}
-        _records(paths, store, deep, known, problems, counts)
-        _training(paths, store, known, problems, counts)
+        problems.lost |= {row.hash for row in lost} | {row.trajectory or "" for row in lost if not row.sure}
+        problems.lost.discard("")
+        _records(paths, store, deep, problems, counts)
+        _training(paths, store, problems, counts)
         problems["damaged"][:0] = store.damaged.values()  # also what was found on the way
     return VerifyReport(
         shards=len(shards(paths)),
@@ -86,13 +105,13 @@ def verify(paths: RunPaths, *, deep: bool = False) -> VerifyReport:
         damaged=len(problems["damaged"]),
         strays=len(problems["strays"]),
         lost_recorded=len(lost),
-        missing_contents=len(problems["contents"]),
-        missing_parents=len(problems["parents"]),
+        missing_contents=problems.count("contents"),
+        missing_parents=problems.count("parents"),
         out_of_order=len(problems["order"]),
         lacking_fields=len(problems["lacking"]),
         ledger_entries=counts["ledger"],
         ledger_repeats=counts["repeats"],
-        ledger_heads_missing=len(problems["heads"]),
+        ledger_heads_missing=problems.count("heads"),
         ledger_heads_pruned=counts["pruned"],
         trained_unledgered=len(problems["unledgered"]),
         updates=counts["updates"],
@@ -128,10 +147,7 @@ def _or_damaged(problems: _Problems, read: Callable[[RunPaths], Sequence[_T]], p
         return ()
 
 
-def _records(
-    paths: RunPaths, store: Store, deep: bool, lost: Container[str], problems: _Problems, counts: Counter[str]
-) -> None:
-    """`lost`: what is known to be: hashes of records, and trajectories of those that nobody knows the hash of."""
+def _records(paths: RunPaths, store: Store, deep: bool, problems: _Problems, counts: Counter[str]) -> None:
     prompts, shared = store.prompts(), set[str]()
     for trajectory in ("", *store.names()):
         try:
@@ -148,18 +164,18 @@ def _records(
             label = f"{row.kind.name} {row.hash} of {trajectory or 'all'}"
             if deep:
                 counts["read"] += 1
-                for kind, text in _read(paths, store, trajectory, row, label, shared, lost):
-                    problems[kind].append(text)
+                for kind, *said in _read(paths, store, trajectory, row, label, shared):
+                    problems.miss(kind, *said)
             for name, hash, known in (("parent", row.parent, rows), ("root", row.root, prompts)):
-                if hash and hash not in known and hash not in lost and trajectory not in lost:
-                    problems["parents"].append(f"{label}: its {name} {hash} is missing")
+                if hash and hash not in known:
+                    problems.miss("parents", f"{label}: its {name} {hash} is missing", hash, trajectory)
             parent = rows.get(row.parent)
             together = parent is not None and row.kind in CHAINED and parent.node == row.node
             if together and parent and (parent.segment, parent.offset) > (row.segment, row.offset):
                 problems["order"].append(f"{label}: was stored before its parent")
 
 
-def _training(paths: RunPaths, store: Store, lost: Container[str], problems: _Problems, counts: Counter[str]) -> None:
+def _training(paths: RunPaths, store: Store, problems: _Problems, counts: Counter[str]) -> None:
     """What was trained, against what is there."""
     ledger, updates = _or_damaged(problems, entries, paths), _or_damaged(problems, lineage, paths)
     pruned = _or_damaged(problems, lambda paths: [*(read_json(paths.pruned) or ())], paths)
@@ -169,9 +185,10 @@ def _training(paths: RunPaths, store: Store, lost: Container[str], problems: _Pr
             counts["pruned"] += 1
             continue
         lacking = store.lacking(entry.trajectory, entry.head)
-        if (lacking or not entry.head) and lacking not in lost and entry.trajectory not in lost:
+        if lacking or not entry.head:
             what = f"head {entry.head}" if lacking == entry.head else f"before head {entry.head}: {lacking}"
-            problems["heads"].append(f"ledger {position}: {what} of {entry.trajectory} is missing")
+            text = f"ledger {position}: {what} of {entry.trajectory} is missing"
+            problems.miss("heads", text, lacking, entry.trajectory)
     counts["repeats"] = len(repeats(ledger))
     ledgered = {entry.trajectory for _, entry in ledger}
     for update in updates:
@@ -183,9 +200,9 @@ def _training(paths: RunPaths, store: Store, lost: Container[str], problems: _Pr
 
 
 def _read(
-    paths: RunPaths, store: Store, trajectory: str, row: Row, label: str, shared: set[str], lost: Container[str]
-) -> Iterator[tuple[str, str]]:
-    """(kind, text) of what is wrong with one record itself."""
+    paths: RunPaths, store: Store, trajectory: str, row: Row, label: str, shared: set[str]
+) -> Iterator[tuple[str, ...]]:
+    """(kind, text) of what is wrong with one record itself, and the hash of what it misses."""
     try:
         record = store.record(trajectory, row.hash)
     except (StoreError, OSError) as error:
@@ -196,8 +213,8 @@ def _read(
     for key in missing(record):
         yield "lacking", f"{label}: no field {key}"
     for hash in named(record.meta):
-        if hash[:32] not in shared and hash[:32] not in lost:
-            yield "contents", f"{label}: the content {hash} that it names is missing"
+        if hash[:32] not in shared:
+            yield "contents", f"{label}: the content {hash} that it names is missing", hash[:32]
 
 
 def missing(record: Record) -> list[str]:

@@ -264,6 +264,23 @@ async def test_verify_knows_what_repair_found_lost(tmp_path: Path) -> None:
     assert any("lost.json" in line for line in verify(paths).problems)
 
 
+async def test_repair_names_what_nobody_can_make_out_but_others_name(tmp_path: Path) -> None:
+    paths = run_folder(tmp_path)
+    await write(paths, "a", "b", "c")
+    with Store(paths) as store:
+        heads = {name: store.head(name) or "" for name in "abc"}
+    LedgerWriter(paths).append([Entry(**ENTRY | {"trajectory": n, "head": h}) for n, h in heads.items()])  # type: ignore[arg-type]
+    (path,) = segments(paths.log, CLOSED)
+    data = bytearray(path.read_bytes())
+    start = data.index(b'"trajectory":"a"') + 500
+    data[start : start + 1500] = bytes(1500)  # the end of a, the beginning of b
+    path.write_bytes(data)
+    lost = {row.hash for row in repair(paths)[0].lost}
+    report = verify(paths, deep=True)
+    assert report.ok and report.ledger_heads_missing == 2 and report.missing_parents >= 1, report.problems
+    assert heads["a"] in lost and heads["b"] not in lost and report.lost_recorded == len(lost)
+
+
 async def test_what_is_damaged_does_not_hide_the_rest(tiny_model: Path, tmp_path: Path) -> None:
     paths = run_folder(tmp_path)
     shutil.copytree(tiny_model, paths.model)

@@ -36,12 +36,11 @@ class _Problems(defaultdict[str, list[str]]):
 
     def __init__(self) -> None:
         super().__init__(list)
-        # Hashes of lost records, and trajectories of those that nobody knows the hash of for sure.
-        self.lost: set[str] = set()
+        self.lost: set[str] = set()  # hashes
         self.recorded = Counter[str]()
 
-    def miss(self, kind: str, text: str, *names: str) -> None:
-        if self.lost.isdisjoint(names):
+    def miss(self, kind: str, text: str, hash: str = "") -> None:
+        if hash not in self.lost:
             self[kind].append(text)
         else:
             self.recorded[kind] += 1
@@ -89,8 +88,7 @@ def verify(paths: RunPaths, *, deep: bool = False) -> VerifyReport:
     with Store(paths, open_segments=True) as store:
         _files(paths, store, deep, problems)
         lost = _or_damaged(problems, recorded, paths)
-        problems.lost |= {row.hash for row in lost} | {row.trajectory or "" for row in lost if not row.sure}
-        problems.lost.discard("")
+        problems.lost |= {row.hash for row in lost if row.hash}
         _records(paths, store, deep, problems, counts)
         _training(paths, store, problems, counts)
         problems["damaged"][:0] = store.damaged.values()  # also what was found on the way
@@ -168,7 +166,7 @@ def _records(paths: RunPaths, store: Store, deep: bool, problems: _Problems, cou
                     problems.miss(kind, *said)
             for name, hash, known in (("parent", row.parent, rows), ("root", row.root, prompts)):
                 if hash and hash not in known:
-                    problems.miss("parents", f"{label}: its {name} {hash} is missing", hash, trajectory)
+                    problems.miss("parents", f"{label}: its {name} {hash} is missing", hash)
             parent = rows.get(row.parent)
             together = parent is not None and row.kind in CHAINED and parent.node == row.node
             if together and parent and (parent.segment, parent.offset) > (row.segment, row.offset):
@@ -188,7 +186,7 @@ def _training(paths: RunPaths, store: Store, problems: _Problems, counts: Counte
         if lacking or not entry.head:
             what = f"head {entry.head}" if lacking == entry.head else f"before head {entry.head}: {lacking}"
             text = f"ledger {position}: {what} of {entry.trajectory} is missing"
-            problems.miss("heads", text, lacking, entry.trajectory)
+            problems.miss("heads", text, lacking)
     counts["repeats"] = len(repeats(ledger))
     ledgered = {entry.trajectory for _, entry in ledger}
     for update in updates:

@@ -1,5 +1,5 @@
-"""From a run folder to tables and a plot: `python -m hpcrl_analysis.example RUN > example.md`. Rows come in the order of
-the shards, which is none in time: what is about time goes by `wall`."""
+"""From a run folder to tables and a plot: `python -m hpcrl_analysis.example RUN > example.md`. Rows come in the shards'
+order, which is none in time: what is about time goes by `wall`."""
 
 import sys
 

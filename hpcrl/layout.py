@@ -217,7 +217,7 @@ def strays(folder: Path, suffix: str, *, named: bool = False) -> list[str]:
 def _stray(entry: os.DirEntry[str], suffix: str, named: bool) -> str:
     """Why it is none of the folder's files; "" where it is one."""
     before, dash, number = entry.name.removesuffix(suffix).rpartition("-")
-    if not is_number(number) or bool(named) != bool(before) or bool(dash) != named:
+    if not is_number(number) or bool(before if named else dash) != named:
         return f"is not named as a file of this folder ({'<name>-' * named}<number>{suffix})"
     # Of what a network filesystem lists and no longer has, nothing is known: who opens it finds out.
     if not entry.is_file() and (entry.is_symlink() or os.path.lexists(entry.path)):
@@ -234,10 +234,14 @@ def _entries(folder: Path, anew: bool) -> list[os.DirEntry[str]]:
         with contextlib.suppress(OSError):
             os.utime(folder)
     try:
-        with by_name(os.scandir, folder) as entries:
-            return list(entries)
+        return by_name(_scan, folder)
     except FileNotFoundError:
         return []
+
+
+def _scan(folder: Path) -> list[os.DirEntry[str]]:
+    with os.scandir(folder) as entries:
+        return list(entries)
 
 
 _warned: set[str] = set()
@@ -315,7 +319,8 @@ def publishing(path: Path) -> Iterator[Path]:
         temporary.replace(path)
         sync_folder(path.parent)
     except OSError as error:
-        raise placed(error, path) from None
+        place(error, path)
+        raise
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
@@ -346,11 +351,10 @@ def read_json(path: Path) -> dict[str, Any] | None:
     return value
 
 
-def placed(error: OSError, path: Path) -> OSError:
-    """The error, which names a place now: calls on a descriptor name none."""
+def place(error: OSError, path: Path) -> None:
+    """Have the error name a place where it names none, as those of calls on a descriptor."""
     if error.errno is not None and error.filename is None:
         error.filename = str(path)
-    return error
 
 
 def is_full(error: BaseException) -> bool:
@@ -408,9 +412,10 @@ class Appender:
 def read_from(path: Path, start: int, size: int = -1) -> bytes:
     """Up to `size` bytes (-1: all) from byte `start` on. Raises StoreError for what is no regular file."""
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # else to open a FIFO waits for who writes to it
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise StoreError(f"{path}: is no regular file")
     with os.fdopen(fd, "rb") as file:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise StoreError(f"{path}: is no regular file")
         file.seek(start)
         return file.read(size)
 

@@ -26,9 +26,9 @@ from hpcrl.store.compact import compact, shards
 from hpcrl.store.index import Store
 from hpcrl.store.ledger import LedgerReader, LedgerWriter, UpdateRow, entries, lineage
 from hpcrl.store.prune import prune, size
-from hpcrl.store.records import Record, from_json, to_json
+from hpcrl.store.records import Kind, Record, from_json, to_json
 from hpcrl.store.repair import repair
-from hpcrl.store.segment import CLOSED, segments
+from hpcrl.store.segment import CLOSED, MAGIC, segments
 from hpcrl.store.shard import Shard, parse_directory
 from hpcrl.store.verify import verify
 from hpcrl.types import ConfigError, Entry, StoreError, is_number
@@ -235,6 +235,24 @@ async def test_a_directory_that_makes_no_sense_is_damage(tmp_path: Path, change:
     path.write_bytes(whole + crc32c(whole).to_bytes(4, "little"))
     with pytest.raises(StoreError, match=r"000001\.h5: damaged"):
         Shard(path)
+
+
+@pytest.mark.parametrize("field", [{"attempt": 1 << 40}, {"step": 10**30}])
+def test_a_record_out_of_range_is_malformed(field: dict[str, Any]) -> None:
+    payload = Record(kind=Kind.REWARD, trajectory="a", **field).payload
+    with pytest.raises(StoreError, match="out of range"):
+        Record.decode(payload)
+
+
+@pytest.mark.parametrize("text", [b"[]", b"{}", b"[" * 2000, b'{"format": "x"}'])
+def test_a_segments_header_that_makes_no_sense_is_damage(tmp_path: Path, text: bytes) -> None:
+    from crc32c import crc32c
+
+    paths = run_folder(tmp_path)
+    path = paths.log / "n1-1.seg"
+    path.write_bytes(MAGIC + len(text).to_bytes(4, "little") + text + crc32c(text).to_bytes(4, "little"))
+    with Store(paths) as store:
+        assert "damaged at byte 0: header makes no sense" in store.damaged[path.name]
 
 
 # ---- damage

@@ -171,6 +171,8 @@ class Record:
             head = from_json(text)
             if wrong := [name for name, kind in _FIELDS.items() if type(head[name]) is not kind]:
                 raise ValueError(f"{wrong[0]} is {head[wrong[0]]!r:.80}")
+            if max(abs(head["attempt"]), abs(head["step"])) >= 1 << 31:
+                raise ValueError(f"attempt {head['attempt']}, step {head['step']}: out of range")
             arrays = _arrays(rest, head.pop("arrays"))
             values = {name: np.frombuffer(view, COLUMNS[name][0]) for name, view in arrays.items()}
             record = cls(**{**head, **values, "kind": Kind(head["kind"])})

@@ -33,7 +33,7 @@ from hpcrl.layout import (
     sync_file,
     sync_folder,
 )
-from hpcrl.store.records import FORMAT, FRAME, NewerError, Record, Torn, raw_frame, read_frame
+from hpcrl.store.records import FORMAT, FRAME, NewerError, Record, Torn, from_json, raw_frame, read_frame
 from hpcrl.store.remains import find_frame
 from hpcrl.types import StoreError, is_number
 
@@ -127,10 +127,15 @@ def read_header(path: Path, data: bytes | None = None) -> tuple[Header, int]:
         raise Torn("header cut short")
     if _U32.unpack_from(data, start + size)[0] != crc32c(text):
         raise Torn("header's checksum differs")
-    row = json.loads(text)
-    if row["format"] > FORMAT:
-        raise NewerError(f"{path}: format {row['format']}; this hpcrl reads up to {FORMAT}: use a newer one")
-    return Header(**{**row, "owner": ProcessId(**row["owner"])}), start + size + _U32.size
+    try:
+        row = from_json(text)
+        if row["format"] > FORMAT:
+            raise NewerError(f"{path}: format {row['format']}; this hpcrl reads up to {FORMAT}: use a newer one")
+        return Header(**{**row, "owner": ProcessId(**row["owner"])}), start + size + _U32.size
+    except (LookupError, TypeError, ValueError) as error:
+        if isinstance(error, NewerError):
+            raise
+        raise Torn(f"header makes no sense: {error}") from error
 
 
 def read_segment(path: Path, start: int | None = None) -> Iterator[tuple[int, Record]]:

@@ -29,7 +29,7 @@ import numpy as np
 from crc32c import crc32c
 from numpy.typing import NDArray
 
-from hpcrl.layout import by_name, placed, publishing, write_at
+from hpcrl.layout import by_name, place, publishing, write_at
 from hpcrl.store.pack import Packer
 from hpcrl.store.records import COLUMNS, GENERATED, LENGTH, Kind, NewerError, Record, filler, from_json
 from hpcrl.store.rows import STEPS, Buffer, Row, Table, generated, table, text
@@ -285,7 +285,8 @@ class Shard:
                 return os.pread(self._fd, size, offset)
             except OSError as error:
                 if error.errno != errno.ESTALE or not again:
-                    raise placed(error, self.path) from None
+                    place(error, self.path)
+                    raise
                 self.close()  # a network filesystem says so once; by name it is found
         raise AssertionError
 

@@ -87,8 +87,10 @@ def resume(
     settings = config.with_sets(old, sets or ())
     config.check_resume(old, settings)
     check_detach(settings, detach)
-    running = launch.newest(paths, "control")
-    if running is not None and launch.alive(running):
+    with needing(paths.jobs):
+        running = launch.newest(paths, "control")
+        lives = launch.alive(running)
+    if running is not None and lives:
         raise ConfigError(f"{run}: is running (job {running.id}); watch it with `hpcrl watch {run}`")
     stopped = read_json(paths.stopped)
     if stopped and stopped.get("outcome") == "done":
@@ -147,7 +149,9 @@ def scale(
     settings = config.load_resolved(paths.config)
     sets = [_sized(settings, size) for size in sizes]
     config.with_sets(settings, sets)
-    if not launch.alive(launch.newest(paths, "control")):
+    with needing(paths.jobs):
+        lives = launch.alive(launch.newest(paths, "control"))
+    if not lives:
         raise ConfigError(f"{run}: is not running; `hpcrl resume {run} --set {sets[0]}` starts it with that")
     publish_json(paths.inbox / f"scale-{time.time_ns()}.json", {"command": "scale", "sets": sets})
     print(f"{run}: asked for {', '.join(sets)}; `hpcrl status {run}` shows the jobs")

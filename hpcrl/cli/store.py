@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from hpcrl.cli.common import AsJson, RunFolder, refuse_running
+from hpcrl.cli.common import AsJson, RunFolder, needing, refuse_running
 from hpcrl.layout import RunPaths, publish_json
 from hpcrl.types import ConfigError, HpcrlError, StoreError
 
@@ -179,8 +179,10 @@ def seal(
     from hpcrl.store.segment import CLOSED, OPEN, segments
 
     paths = RunPaths.of(run)
-    control = launch.newest(paths, "control")
-    if not launch.at_rest(paths) and launch.alive(control):
+    with needing(paths.jobs):
+        control = launch.newest(paths, "control")
+        lives = not launch.at_rest(paths) and launch.alive(control)
+    if lives:
         were_open, before = segments(paths.log, OPEN), segments(paths.log, CLOSED)
         _ask_to_seal(paths, lambda: launch.alive(control))
         left = [path for path in were_open if path in segments(paths.log, OPEN, anew=True)]

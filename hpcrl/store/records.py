@@ -1,4 +1,5 @@
-"""The record: what one is, its hash, its bytes. No other file knows the format; docs/store-format.md explains it.
+"""The record: what one is, its hash, its bytes. No other file knows the format, which makes this one over 400 lines;
+docs/store-format.md explains it.
 
     frame = length u32 | kind u8 | crc32c u32 | hash 16 bytes | payload      (little endian; length: the payload's)
     payload = header length u32 | header JSON | ids | logprobs | versions | sampled     (raw arrays, present ones only)

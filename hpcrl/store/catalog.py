@@ -4,8 +4,8 @@
     rows      trajectory -> its fragments -> rows;  read: row -> record
 
 Of a shard only the table of trajectories is in memory: a trajectory's rows are read when it is asked for. What is in no
-shard yet is in memory row by row. A record that lies in two files (a segment and its shard, or appended twice) is one row: rows
-are keyed by hash.
+shard yet is in memory row by row. A record that lies in two files (a segment and its shard, or appended twice) is one
+row: rows are keyed by hash.
 
 Over 400 lines: to follow files that come, go and break is one matter.
 """

@@ -9,21 +9,24 @@ What is in no shard yet isn't here: `hpcrl store compact` first. A table that fi
 
 from __future__ import annotations
 
-import json
+import logging
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import dask.dataframe as dd
+import numpy as np
 import pandas as pd
 
 from hpcrl.layout import RunPaths
 from hpcrl.store.compact import shards
 from hpcrl.store.query import decoded
-from hpcrl.store.records import Kind
+from hpcrl.store.records import Kind, from_json
 from hpcrl.store.rows import IDENTITY, TRAJECTORIES, Table, table
 from hpcrl.store.shard import Shard
 from hpcrl.types import StoreError
+
+logger = logging.getLogger(__name__)
 
 CALLS = {
     "trajectory": "S",
@@ -42,13 +45,17 @@ def frame(run: str | Path) -> Any:
 
     `status` is "open" where the trajectory doesn't end in that shard. Of one that goes through several shards, the row
     with another status tells all of it: `frame[frame.status != "open"]` has one row per trajectory that has ended.
+    Rows are in the order of the shards, and within one in that in which it first met each trajectory: sort by `wall`.
     """
     return _frame(run, _trajectories, TRAJECTORIES)
 
 
 def calls(run: str | Path) -> Any:
     """One row per tool call: which trajectory, attempt, step; the tool's name, `status` (ok, error, timeout or
-    refused), how long it took, and the bytes of its output that no model saw."""
+    refused), how long it took, and the bytes of its output that no model saw.
+
+    In the order in which they lie: shard by shard, a trajectory's steps side by side; that is no order in time (`wall`
+    is). A record that is damaged is left out, and the log (`hpcrl_analysis`) names it."""
     return _frame(run, _calls, CALLS)
 
 
@@ -86,16 +93,19 @@ def _fragments(path: str) -> pd.DataFrame:
 
 
 def _calls(every: list[str], path: str) -> pd.DataFrame:
-    shard = Shard(Path(path))
-    text = shard.whole("text/meta")
-    rows = []
-    for number, trajectory in enumerate(shard.ids):
-        steps = shard.steps(number)
-        for step in steps[steps["kind"] == Kind.OBSERVE]:
-            start = int(step["meta_start"])
-            meta = json.loads(text[start : start + int(step["meta_bytes"])].tobytes())["meta"]
-            for one in meta["results"]:
-                place = (trajectory, step["attempt"], step["step"], step["wall"])
-                rows.append((*place, *(one[name] for name in ("name", "status", "duration_s", "unseen_bytes"))))
-    shard.close()
+    rows: list[tuple[Any, ...]] = []
+    with Shard(Path(path)) as shard:
+        for number, trajectory in enumerate(shard.ids):
+            try:
+                steps = shard.steps(number)
+            except StoreError as error:
+                logger.error("left out: the calls of %r: %s", trajectory, error)
+                continue
+            for at in np.flatnonzero(steps["kind"] == Kind.OBSERVE):
+                place = (trajectory, *steps[["attempt", "step", "wall"]][at])
+                try:
+                    found = from_json(shard.meta(steps[at : at + 1]))["meta"]["results"]
+                    rows += [(*place, *(one[name] for name in list(CALLS)[4:])) for one in found]
+                except (ValueError, LookupError, TypeError) as error:
+                    logger.error("left out: the calls of %r, step %d: %s", trajectory, place[2], error)
     return _pandas(table(rows, CALLS))

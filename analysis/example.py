@@ -1,4 +1,5 @@
-"""From a run folder to tables and a plot: `python -m hpcrl_analysis.example RUN > example.md`."""
+"""From a run folder to tables and a plot: `python -m hpcrl_analysis.example RUN > example.md`. Rows come in the shards'
+order, which is none in time: what is about time goes by `wall`."""
 
 import sys
 

@@ -21,7 +21,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from hpcrl.types import ConfigError
+from hpcrl.types import ConfigError, is_number
 
 
 class Table(BaseModel):
@@ -136,7 +136,7 @@ def _time(value: object) -> str:
     return text
 
 
-Memory = Annotated[str, Field(pattern=r"^(\d+[KMGT]?)?$")]
+Memory = Annotated[str, Field(pattern=r"^([0-9]+[KMGT]?)?$")]
 Line = Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f]*$")]
 Directive = Annotated[str, Field(pattern=r"^--[a-z][^\x00-\x1f\x7f]*$")]
 OURS = ("array", "output", "error", "job-name", "wrap", "chdir", "dependency", "parsable", "test-only")  # of directives
@@ -265,7 +265,7 @@ class Launch(Table):
     interface: str = ""  # by which nodes reach each other (`ip addr` names them); "": Slurm's address of the node
     look_s: PositiveNumber = 5.0  # between two questions to Slurm
     gpu_hours: Number = 0.0  # that all jobs may use in all, then the run stops; 0: no limit
-    ports: Annotated[str, Field(pattern=r"^\d+-\d+$")] = "20000-20999"
+    ports: Annotated[str, Field(pattern=r"^[0-9]+-[0-9]+$")] = "20000-20999"
     dashboard: bool = True
     restarts: Count = 5  # replacements of a role's job without an update in between
     status_s: PositiveNumber = 5.0  # between two writes of control's heartbeat
@@ -516,7 +516,7 @@ def _apply(tree: dict[str, Any], text: str) -> None:
         label = ".".join(path[: depth + 1])
         if isinstance(where, list):
             rows = [row for row in where if row.get("name") == part]
-            if not rows and part.isdigit() and int(part) < len(where):
+            if not rows and is_number(part) and int(part) < len(where):
                 rows = [where[int(part)]]
             if not rows and len(where) == 1 and path[0] in ("rollout", "sandbox"):  # the only pool: rollout.slurm.qos
                 where = where[0].setdefault(part, {})

@@ -1,6 +1,7 @@
 """Every path in a run folder, and the ways to put a file there so that it survives a crash.
 
-Owns names and durability of files; knows nothing of what is in them.
+Owns names, listing and durability of files; knows nothing of what is in them. Over 400
+lines, since each of these has one place.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ import shutil
 import socket
 import stat
 import subprocess
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from hpcrl.types import StoreError
+from hpcrl.types import StoreError, is_number
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +92,7 @@ class RunPaths:
     def checkpointed(self) -> list[int]:
         """The updates that there are checkpoints of, whole or damaged, the newest first."""
         names = [path.name.removeprefix("update-") for path in listed(self.checkpoints, "update-*", anew=True)]
-        return sorted((int(name) for name in names if name.isdigit()), reverse=True)
+        return sorted((int(name) for name in names if is_number(name)), reverse=True)
 
     def make(self) -> None:
         new = not self.log.exists()
@@ -191,14 +192,67 @@ def listed(folder: Path, pattern: str = "*", *, anew: bool = False) -> list[Path
     On a network filesystem it may be what this node saw a minute ago: lack files, have some that are gone. With `anew`
     it is what is there now, where we may write to the folder: a client that changes one (here its time) asks again.
     """
+    return [folder / entry.name for entry in _entries(folder, anew) if fnmatch.fnmatch(entry.name, pattern)]
+
+
+def numbered(folder: Path, suffix: str, *, named: bool = False, anew: bool = False) -> list[Path]:
+    """`listed`, of the files that a folder is for: `<number><suffix>`, `named`: `<name>-<number><suffix>`.
+
+    Only what is a regular file, by a name with a number in ASCII digits, is one of them. Whatever else has the suffix
+    (a FIFO, a folder, a link that leads nowhere, "٣.h5") is never opened: a warning names it, once.
+    """
+    found = []
+    for entry in _suffixed(folder, suffix, anew):
+        if what := _stray(entry, suffix, named):
+            warn_once(f"{folder / entry.name}: {what}; passed over")
+        else:
+            found.append(folder / entry.name)
+    return found
+
+
+def strays(folder: Path, suffix: str, *, named: bool = False) -> list[str]:
+    """What `numbered` passes over, and why."""
+    found = ((entry, _stray(entry, suffix, named)) for entry in _suffixed(folder, suffix, True))
+    return [f"{folder / entry.name}: {what}" for entry, what in found if what]
+
+
+def _stray(entry: os.DirEntry[str], suffix: str, named: bool) -> str:
+    """Why it is none of the folder's files; "" where it is one."""
+    before, dash, number = entry.name.removesuffix(suffix).rpartition("-")
+    if not is_number(number) or bool(before if named else dash) != named:
+        return f"is not named as a file of this folder ({'<name>-' * named}<number>{suffix})"
+    # Of what a network filesystem lists and no longer has, nothing is known: who opens it finds out.
+    if not entry.is_file() and (entry.is_symlink() or os.path.lexists(entry.path)):
+        return "is no regular file, though it is named as one"
+    return ""
+
+
+def _suffixed(folder: Path, suffix: str, anew: bool) -> list[os.DirEntry[str]]:
+    return [entry for entry in _entries(folder, anew) if entry.name.endswith(suffix)]
+
+
+def _entries(folder: Path, anew: bool) -> list[os.DirEntry[str]]:
     if anew:
         with contextlib.suppress(OSError):
             os.utime(folder)
     try:
-        names = by_name(os.listdir, folder)
+        return by_name(_scan, folder)
     except FileNotFoundError:
         return []
-    return [folder / name for name in fnmatch.filter(names, pattern)]
+
+
+def _scan(folder: Path) -> list[os.DirEntry[str]]:
+    with os.scandir(folder) as entries:
+        return list(entries)
+
+
+_warned: set[str] = set()
+
+
+def warn_once(text: str) -> None:
+    if text not in _warned:
+        _warned.add(text)
+        logger.warning("%s", text)
 
 
 def stripe(*folders: Path) -> None:
@@ -266,6 +320,9 @@ def publishing(path: Path) -> Iterator[Path]:
             os.close(fd)
         temporary.replace(path)
         sync_folder(path.parent)
+    except OSError as error:
+        place(error, path)
+        raise
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
@@ -286,7 +343,7 @@ def publish_json(path: Path, value: Mapping[str, Any]) -> None:
 def read_json(path: Path) -> dict[str, Any] | None:
     """A JSON object that `publish_json` wrote, or None where there is none. Raises StoreError for anything else."""
     try:
-        value = json.loads(by_name(path.read_text))
+        value = json.loads(by_name(read_from, path, 0))
         if not isinstance(value, dict):
             raise ValueError(f"{type(value).__name__} where an object should be")
     except FileNotFoundError:
@@ -294,6 +351,12 @@ def read_json(path: Path) -> dict[str, Any] | None:
     except (ValueError, RecursionError) as error:
         raise StoreError(f"{path}: not a JSON object ({error}); remove it") from error
     return value
+
+
+def place(error: OSError, path: Path) -> None:
+    """Have the error name a place where it names none, as those of calls on a descriptor."""
+    if error.errno is not None and error.filename is None:
+        error.filename = str(path)
 
 
 def is_full(error: BaseException) -> bool:
@@ -306,15 +369,17 @@ def is_unreadable(error: BaseException) -> bool:
     return isinstance(error, OSError) and error.errno == errno.EIO
 
 
-def incarnations(folder: Path, suffix: str = ".jsonl") -> list[int]:
-    """The numbers that are taken in `folder`."""
-    stems = [path.stem for path in listed(folder, f"*{suffix}")]
-    return [int(stem) for stem in stems if stem.isascii() and stem.isdecimal()]
+def next_number(names: Iterable[str]) -> int:
+    """One more than the highest of those that are numbers. Raises StoreError where that would be none any more."""
+    number = max((int(name) for name in names if is_number(name)), default=0) + 1
+    if not is_number(str(number)):
+        raise StoreError(f"a file has the number {number - 1}, and no higher one is left; remove it")
+    return number
 
 
 def next_incarnation(folder: Path, suffix: str = ".jsonl") -> tuple[int, Path]:
     """Take the next number in `folder` for oneself: the file made with O_EXCL is the proof."""
-    number = max(incarnations(folder, suffix), default=0) + 1
+    number = next_number(path.stem for path in listed(folder, f"*{suffix}"))
     while True:
         path = folder / f"{number:06d}{suffix}"
         try:
@@ -347,8 +412,12 @@ class Appender:
 
 
 def read_from(path: Path, start: int, size: int = -1) -> bytes:
-    """Up to `size` bytes (-1: all) from byte `start` on."""
-    with path.open("rb") as file:
+    """Up to `size` bytes (-1: all) from byte `start` on. Raises StoreError for what is no regular file."""
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # else to open a FIFO waits for who writes to it
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise StoreError(f"{path}: is no regular file")
+    with os.fdopen(fd, "rb") as file:
         file.seek(start)
         return file.read(size)
 
@@ -356,7 +425,7 @@ def read_from(path: Path, start: int, size: int = -1) -> bytes:
 def read_lines(path: Path, start: int = 0, *, skip_torn: bool = False) -> tuple[list[dict[str, Any]], int]:
     """Whole lines from byte `start` on, and the byte after the last of them; a torn last line waits.
 
-    Raises StoreError at a line that is no JSON, unless it is to be skipped.
+    Raises StoreError at a line that is no JSON, unless it is to be skipped: a warning says so, once.
     """
     try:
         data = by_name(read_from, path, start)
@@ -373,4 +442,5 @@ def read_lines(path: Path, start: int = 0, *, skip_torn: bool = False) -> tuple[
         except (ValueError, RecursionError) as error:
             if not skip_torn:
                 raise StoreError(f"{path}: line that is no JSON object ({error})") from error
+            warn_once(f"{path}: holds a line that is no JSON object ({error}); passed over")
     return rows, start + end

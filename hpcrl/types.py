@@ -51,6 +51,15 @@ class EngineError(HpcrlError):
     pass
 
 
+def is_number(text: str) -> bool:
+    """Whether it is a number in ASCII digits that fits an int64. `str.isdigit` takes "²" and "٣" for digits as well.
+
+    >>> is_number("007"), is_number("²"), is_number("-1"), is_number(""), is_number("1" + 18 * "0")
+    (True, False, False, False, False)
+    """
+    return text.isascii() and text.isdecimal() and len(text) <= 18
+
+
 class Cause(enum.StrEnum):
     """Whose failure it was. Only POLICY failures say anything about the policy."""
 

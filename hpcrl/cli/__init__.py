@@ -33,11 +33,14 @@ app.add_typer(bench.app, name="bench")
 
 
 def main() -> None:
-    """Entry point: user errors become one line and exit code 2."""
+    """Entry point: user errors become one line and exit code 2, as does a disk that is full, or a place that can't be
+    read or written."""
     try:
         app()
     except HpcrlError as error:
         sys.exit(fail(str(error)))
+    except OSError as error:
+        sys.exit(fail(f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error)))
 
 
 @app.callback(invoke_without_command=True)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from hpcrl import launch
-from hpcrl.layout import RunPaths
-from hpcrl.types import ConfigError
+from hpcrl.layout import RunPaths, warn_once
+from hpcrl.types import ConfigError, HpcrlError
 
 Sets = Annotated[
     list[str] | None,
@@ -25,9 +27,23 @@ ConfigFile = Annotated[Path, typer.Argument(help="A TOML file, such as configs/q
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object.")]
 
 
+# What reading the wrong types raises.
+_JUNK = (LookupError, ArithmeticError, TypeError, ValueError, AttributeError, RecursionError)
+
+
 def fail(message: str) -> int:
     print(f"hpcrl: {message}", file=sys.stderr)
     return 2
+
+
+@contextmanager
+def passing_over(path: Path) -> Iterator[None]:
+    """What is done within goes undone where this file holds junk (wrong types, no JSON): that is said, once."""
+    try:
+        yield
+    except (*_JUNK, OSError) as error:
+        why = str(error) if isinstance(error, HpcrlError) else f"{type(error).__name__}: {error}"
+        warn_once(f"hpcrl: {path}: unreadable, going on without it ({why})")
 
 
 def refuse_running(paths: RunPaths) -> None:

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from hpcrl import config, launch
-from hpcrl.cli.common import AsJson, RunFolder
+from hpcrl.cli.common import AsJson, RunFolder, passing_over
 from hpcrl.layout import RunPaths, read_json, read_lines
 from hpcrl.types import ConfigError
 
@@ -33,8 +33,9 @@ def logs(
     rows: list[dict[str, Any]] = []
     for path in paths.logs.glob("*.jsonl"):
         if path.name.startswith(role):
-            found, _ = read_lines(path, skip_torn=True)
-            rows += [row for row in found[-lines:] if _is_line(row)]
+            with passing_over(path):
+                found, _ = read_lines(path, skip_torn=True)
+                rows += [row for row in found[-lines:] if _is_line(row)]
     for row in sorted(rows, key=lambda row: float(row["time"]))[-lines:]:
         when = time.strftime("%m-%d %H:%M:%S", time.localtime(row["time"]))
         print(f"{when} {row.get('role')} {row.get('node')} {row.get('level')}: {row.get('message')}")
@@ -80,32 +81,50 @@ def watch(run: RunFolder) -> None:
     with Watch() as view:
         try:
             while read_json(paths.stopped) is None:
-                row = read_json(paths.heartbeat)
+                row = heartbeat(paths)
                 if row is not None:
-                    view.show(row)
+                    with passing_over(paths.heartbeat):
+                        view.show(row)
                 time.sleep(1.0)
         except KeyboardInterrupt:
             return
     print_summary(paths)
 
 
+def heartbeat(paths: RunPaths) -> dict[str, Any] | None:
+    """What control last knew of the run; None where it has not said, or nobody can make it out."""
+    from hpcrl.observe.live import panel
+    from hpcrl.observe.summary import success
+
+    with passing_over(paths.heartbeat):
+        row = read_json(paths.heartbeat)
+        if row is not None:
+            row["updates"]["done"] + 0, success(row["evaluations"]), row["state"] + ""
+            if row["updates"]["total"]:
+                panel(row)
+        return row
+    return None
+
+
 def full_status(paths: RunPaths) -> dict[str, Any]:
     from hpcrl.observe.summary import success
 
     settings = config.load_resolved(paths.config)
-    row = read_json(paths.heartbeat) or {
+    row = heartbeat(paths) or {
         "state": "starting",
         "updates": {"done": 0, "total": 0},
         "evaluations": {},
     }
-    found = launch.jobs(paths)
-    try:
-        ended = {job.key: launch.State(alive=False, name="ENDED") for job in found}
-        states = ended if launch.at_rest(paths) else launch.look(found)
-    except launch.SlurmError as error:
-        row["trouble"] = str(error)
-        states = {job.key: launch.State(alive=True, name="UNKNOWN") for job in found}
-    jobs = [asdict(job) | asdict(states[job.key]) for job in found]
+    jobs: list[dict[str, Any]] = []
+    with passing_over(paths.jobs):
+        found = launch.jobs(paths)
+        try:
+            ended = {job.key: launch.State(alive=False, name="ENDED") for job in found}
+            states = ended if launch.at_rest(paths) else launch.look(found)
+        except launch.SlurmError as error:
+            row["trouble"] = str(error)
+            states = {job.key: launch.State(alive=True, name="UNKNOWN") for job in found}
+        jobs = [asdict(job) | asdict(states[job.key]) for job in found]
     stopped = read_json(paths.stopped)
     if (
         stopped is None

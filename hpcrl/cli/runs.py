@@ -17,10 +17,10 @@ import typer
 
 from hpcrl import config, launch
 from hpcrl.cli.common import ConfigFile, RunFolder, Sets, fail
-from hpcrl.cli.looks import print_summary
+from hpcrl.cli.looks import heartbeat, print_summary
 from hpcrl.config import Config
 from hpcrl.layout import RunPaths, publish, publish_json, read_json
-from hpcrl.types import ConfigError
+from hpcrl.types import ConfigError, is_number
 
 WATCH_S = 0.5
 STOP_S = 600.0  # that `hpcrl stop` waits for a control that winds down
@@ -92,7 +92,7 @@ def resume(
     if running is not None and launch.alive(running):
         raise ConfigError(f"{run}: is running (job {running.id}); watch it with `hpcrl watch {run}`")
     stopped = read_json(paths.stopped)
-    if stopped and stopped["outcome"] == "done":
+    if stopped and stopped.get("outcome") == "done":
         print(f"{run}: is done; nothing to resume")
         return
     check(settings)
@@ -157,7 +157,7 @@ def _sized(settings: Config, size: str) -> str:
     name, equals, count = size.partition("=")
     pools = [("rollout", pool) for pool in settings.rollout] + [("sandbox", pool) for pool in settings.sandbox]
     found = [(role, pool) for role, pool in pools if pool.name == name]
-    if not equals or not count.isdecimal() or not found:
+    if not equals or not is_number(count) or not found:
         names = ", ".join(pool.name for _, pool in pools)
         raise ConfigError(f"{size}: must be POOL=JOBS, with one of these pools: {names}")
     role, pool = found[0]
@@ -275,7 +275,7 @@ def watch_to_end(paths: RunPaths, settings: Config) -> int:
                 launch.send([job], signal.SIGKILL)
                 print(f"hpcrl: {paths.root}: the run folder is gone; its jobs end by themselves", file=sys.stderr)
                 return 1
-            row = read_json(paths.heartbeat)
+            row = heartbeat(paths)
             if row is not None and row.get("incarnation"):
                 try:
                     view.show(row)

@@ -14,35 +14,68 @@ import typer
 
 from hpcrl.cli.common import AsJson, RunFolder, refuse_running
 from hpcrl.layout import RunPaths, publish_json
-from hpcrl.types import HpcrlError, StoreError
+from hpcrl.types import ConfigError, HpcrlError, StoreError
 
 SEAL_S = 120.0  # for a running run to close its segments
+PROGRESS_S = 2.0  # between two words of how far an export is
+COLUMNS = "status,kind,num_steps,num_sampled,reward,attempt,trajectory"
+
+# The conditions of `query` and `export`.
+Kinds = Annotated[list[str] | None, typer.Option("--kind", help="train, eval, expert or user.")]
+Environments = Annotated[list[str] | None, typer.Option("--environment", help="The task's environment.")]
+TaskKinds = Annotated[list[str] | None, typer.Option(help="The task's kind, as its environment calls it.")]
+Tasks = Annotated[list[str] | None, typer.Option("--task", help="The task's id.")]
+Phases = Annotated[list[str] | None, typer.Option("--phase", help="The phase that it served.")]
+Statuses = Annotated[list[str] | None, typer.Option(help="COMPLETED, TRUNCATED, FAILED, CANCELLED or open.")]
+Faults = Annotated[list[str] | None, typer.Option("--fault", help="The cause of the fault that ended it.")]
+Since = Annotated[str | None, typer.Option(help="Begun then or later.", metavar="TIME")]
+Until = Annotated[str | None, typer.Option(help="Begun before.", metavar="TIME")]
+Reward = Annotated[float | None, typer.Option()]
+Version = Annotated[int | None, typer.Option("--version", help="Of the weights that sampled any of its tokens.")]
 
 app = typer.Typer(help="Look into a run's trajectory store, and keep it in order.", no_args_is_help=True)
 
 
 @app.command("ls")
-def ls(run: RunFolder, as_json: AsJson = False) -> None:
-    """One line per trajectory."""
+def ls(
+    run: RunFolder,
+    limit: Annotated[int | None, typer.Option(help="The newest alone, so many.", min=1)] = None,
+    columns: Annotated[str, typer.Option(help="Of `query --csv`, in their order.", metavar="NAME,…")] = COLUMNS,
+    as_json: AsJson = False,
+) -> None:
+    """One line per trajectory, the newest last. Exit 1 when a file is damaged."""
     from hpcrl.store.index import Store
+    from hpcrl.store.rows import TRAJECTORIES
 
+    names = ["id" if name == "trajectory" else name for name in columns.split(",")]
+    if wrong := [name for name in names if name not in TRAJECTORIES]:
+        known = ", ".join("trajectory" if name == "id" else name for name in TRAJECTORIES)
+        raise ConfigError(f"--columns: no column {wrong[0]!r}; there are: {known}")
     with Store(RunPaths.of(run), open_segments=True) as store:
-        rows = list(store.summaries())
+        rows = sorted(store.summaries(), key=lambda row: (row["wall"] == row["wall"], row["wall"]))[-(limit or 0) :]
+        damaged = _say_damage(store.damaged)
     if as_json:
         print(json.dumps([{key: None if value != value else value for key, value in row.items()} for row in rows]))
-        return
-    print(f"{'status':10} {'kind':6} {'steps':>5} {'sampled':>7} {'reward':>6} {'attempt':>7}  trajectory")
-    for row in rows:
-        reward = "–" if row["reward"] != row["reward"] else f"{row['reward']:g}"
-        print(
-            f"{row['status'] or 'open':10} {row['kind']:6} {row['num_steps']:5} {row['num_sampled']:7} {reward:>6} "
-            f"{row['attempt']:7}  {row['id']}"
-        )
+    else:
+        table = [["trajectory" if name == "id" else name for name in names]]
+        table += [[_cell(name, row[name]) for name in names] for row in rows]
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        for line in table:
+            print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+    sys.exit(damaged)
+
+
+def _cell(name: str, value: Any) -> str:
+    if name == "status":
+        return value or "open"
+    if isinstance(value, float):
+        return "–" if value != value else f"{value:.3f}" if name.endswith("wall") else f"{value:g}"
+    return str(value)
 
 
 @app.command("show")
 def show(run: RunFolder, trajectory: Annotated[str, typer.Argument()]) -> None:
-    """Every record of one trajectory, as text."""
+    """Every record of one trajectory, as text. Exit 1 when a file is damaged; what is intact is shown."""
     from hpcrl.rollout.render import Renderer
     from hpcrl.store.index import Store
     from hpcrl.store.records import Kind, named
@@ -50,13 +83,20 @@ def show(run: RunFolder, trajectory: Annotated[str, typer.Argument()]) -> None:
     paths = RunPaths.of(run)
     with Store(paths, open_segments=True, only=trajectory) as store:
         records = store.records(trajectory)
-        prompts = {hash: store.record("", hash) for record in records if (hash := record.meta.get("root"))}
-    if not records:
+        prompts = {}
+        for root in {record.meta["root"] for record in records if record.meta.get("root")}:
+            try:
+                prompts[root] = store.record("", root)
+            except StoreError as error:
+                store.damaged[root] = str(error)
+        damaged = _say_damage(store.damaged)
+    if not records and not damaged:
         raise StoreError(f"{run}: has no trajectory {trajectory!r}; `hpcrl store ls {run}` lists them")
     renderer = Renderer(paths.model)
     for record in records:
-        if prompt := prompts.get(record.meta.get("root") or ""):
-            print(f"PROMPT     {renderer.transcript(prompt.ids)!r}")
+        if root := record.meta.get("root"):
+            text = repr(renderer.transcript(prompts[root].ids)) if root in prompts else f"{root} can't be read"
+            print(f"PROMPT     {text}")
         print(f"{record.kind.name:10} attempt {record.attempt} step {record.step} {record.hash}")
         if len(record.ids):
             print(f"           {renderer.transcript(record.ids)!r}")
@@ -66,6 +106,7 @@ def show(run: RunFolder, trajectory: Annotated[str, typer.Argument()]) -> None:
         for key in ("task", "calls", "results", "state", "status", "rewards", "fault"):
             if record.meta.get(key) and (key != "state" or record.kind is Kind.TRANSITION):
                 print(f"           {key}: {json.dumps(record.meta[key])}")
+    sys.exit(damaged)
 
 
 @app.command("content")
@@ -80,35 +121,32 @@ def content(run: RunFolder, hash: Annotated[str, typer.Argument(metavar="SHA256"
 @app.command("query")
 def query(
     run: RunFolder,
-    kind: Annotated[list[str] | None, typer.Option(help="train, eval, expert or user.")] = None,
-    environment: Annotated[list[str] | None, typer.Option(help="The task's environment.")] = None,
-    task_kind: Annotated[list[str] | None, typer.Option(help="The task's kind, as its environment calls it.")] = None,
-    task: Annotated[list[str] | None, typer.Option(help="The task's id.")] = None,
-    phase: Annotated[list[str] | None, typer.Option(help="The phase that it served.")] = None,
-    status: Annotated[list[str] | None, typer.Option(help="COMPLETED, TRUNCATED, FAILED, CANCELLED or open.")] = None,
-    fault: Annotated[list[str] | None, typer.Option(help="The cause of the fault that ended it.")] = None,
-    since: Annotated[str | None, typer.Option(help="Begun then or later.", metavar="TIME")] = None,
-    until: Annotated[str | None, typer.Option(help="Begun before.", metavar="TIME")] = None,
-    reward_below: Annotated[float | None, typer.Option()] = None,
-    reward_above: Annotated[float | None, typer.Option()] = None,
-    version: Annotated[int | None, typer.Option(help="Of the weights that sampled any of its tokens.")] = None,
+    kind: Kinds = None,
+    environment: Environments = None,
+    task_kind: TaskKinds = None,
+    task: Tasks = None,
+    phase: Phases = None,
+    status: Statuses = None,
+    fault: Faults = None,
+    since: Since = None,
+    until: Until = None,
+    reward_below: Reward = None,
+    reward_above: Reward = None,
+    version: Version = None,
     as_json: AsJson = False,
     as_csv: Annotated[bool, typer.Option("--csv", help="Comma-separated values, all columns.")] = False,
 ) -> None:
     """The trajectories that meet every condition; an option given twice means either.
 
-    TIME: ISO 8601, or seconds since 1970.
+    TIME: ISO 8601, or seconds since 1970. Exit 1 when a file is damaged.
     """
+    conditions = _conditions(locals())
     from hpcrl.store.index import Store
-    from hpcrl.store.query import as_rows, moment
+    from hpcrl.store.query import as_rows
 
     with Store(RunPaths.of(run), open_segments=True) as store:
-        found = store.query(
-            kind=kind, environment=environment, task_kind=task_kind, task=task, phase=phase, status=status, fault=fault,
-            since=since and moment(since), until=until and moment(until),
-            reward_below=reward_below, reward_above=reward_above, version=version,
-        )  # fmt: skip
-        _say_damage(store.damaged)
+        found = store.query(**conditions)
+        damaged = _say_damage(store.damaged)
     if as_json:
         print(json.dumps(as_rows(found)))
     elif as_csv:
@@ -117,6 +155,14 @@ def query(
         few = ["status", "kind", "phase", "task_kind", "num_steps", "num_tokens", "reward", "max_version", "trajectory"]
         print(found[few].to_string(index=False) if len(found) else "none")
         print(f"{len(found)} trajectories", file=sys.stderr)
+    sys.exit(damaged)
+
+
+def _conditions(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a command's arguments those that `Store.query` knows."""
+    from hpcrl.store.query import CONDITIONS
+
+    return {name: value for name, value in given.items() if name in CONDITIONS}
 
 
 @app.command("seal")
@@ -250,10 +296,23 @@ def export(
     run: RunFolder,
     to: Annotated[Path, typer.Option("--to", help="A folder for the files.", metavar="DIR")],
     format: Annotated[Literal["parquet", "jsonl"], typer.Option("--format")] = "parquet",
+    kind: Kinds = None,
+    environment: Environments = None,
+    task_kind: TaskKinds = None,
+    task: Tasks = None,
+    phase: Phases = None,
+    status: Statuses = None,
+    fault: Faults = None,
+    since: Since = None,
+    until: Until = None,
+    reward_below: Reward = None,
+    reward_above: Reward = None,
+    version: Version = None,
     as_json: AsJson = False,
 ) -> None:
-    """Trajectories with their steps, texts, calls, results and rewards, for other programs. Exit 1 when some can't be
-    read, or a file is damaged."""
+    """Trajectories with their steps, texts, calls, results and rewards, for other programs; all, or those that meet the
+    conditions of `query`. Exit 1 when some can't be read, or a file is damaged."""
+    conditions = _conditions(locals())
     from hpcrl.rollout.render import Renderer
     from hpcrl.store.export import export
 
@@ -261,7 +320,15 @@ def export(
     decode = Renderer(paths.model).transcript if paths.model.is_dir() else None
     if decode is None:
         print(f"hpcrl: {paths.model}: isn't there, so that tokens stay without text", file=sys.stderr)
-    report = export(paths, to, format, decode)
+    said = time.monotonic()
+
+    def progress(done: int, total: int) -> None:
+        nonlocal said
+        if time.monotonic() - said > PROGRESS_S:
+            said = time.monotonic()
+            print(f"{done} of {total} trajectories", file=sys.stderr)
+
+    report = export(paths, to, format, decode, conditions=conditions, progress=progress)
     _print(asdict(report), as_json)
     sys.exit(1 if report.left_out or report.damaged else 0)
 
@@ -282,6 +349,8 @@ def _print(report: Mapping[str, Any], as_json: bool) -> None:
             print(f"{key.replace('_', ' ')}: {value}")
 
 
-def _say_damage(damaged: Mapping[str, str]) -> None:
+def _say_damage(damaged: Mapping[str, str]) -> int:
+    """The exit code that tells of it."""
     for text in damaged.values():
         print(f"hpcrl: damaged: {text}", file=sys.stderr)
+    return 1 if damaged else 0

@@ -21,7 +21,7 @@ from hpcrl.config import Config, load_resolved, seconds_of
 from hpcrl.launch import local, slurm, steps
 from hpcrl.launch.jobs import GONE, ROLES, STATIC, Executor, Job, Role, State, jobs, newest, record, wanted
 from hpcrl.launch.slurm import SUBMIT_S, SlurmError
-from hpcrl.layout import RunPaths, incarnations, publish, read_json
+from hpcrl.layout import RunPaths, listed, next_number, publish, read_json
 from hpcrl.types import HpcrlError
 
 __all__ = ["GONE", "ROLES", "Job", "Role", "SlurmError", "State", "jobs", "newest", "record", "wanted"]
@@ -65,8 +65,8 @@ def living(paths: RunPaths) -> list[Job]:
 def at_rest(paths: RunPaths) -> bool:
     """Whether control said that the run has ended, and all its jobs: then Slurm, which may be out of reach, need not be
     asked."""
-    stopped = read_json(paths.stopped)
-    return stopped is not None and stopped.get("left") == [] and jobs(paths)[-1].executor != "local"
+    stopped, found = read_json(paths.stopped), jobs(paths)
+    return stopped is not None and stopped.get("left") == [] and bool(found) and found[-1].executor != "local"
 
 
 def send(jobs: Iterable[Job], number: signal.Signals) -> None:
@@ -89,7 +89,7 @@ def start(paths: RunPaths, config: Config) -> Job:
     if config.launch.fleet == "live":
         return submit(paths, "control")
     submitted: list[Job] = []
-    number = max(incarnations(paths.ledger), default=0) + 1  # of the control to come
+    number = next_number(path.stem for path in listed(paths.ledger, "*.jsonl"))  # of the control to come
     try:
         for role, index in reversed(wanted(config)):
             before = None

@@ -8,8 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
+import msgspec
+
 from hpcrl.config import Config
 from hpcrl.layout import Appender, RunPaths, read_lines
+from hpcrl.types import StoreError, is_number
 
 Role = Literal["control", "rollout", "sandbox", "learner"]
 ROLES: tuple[Role, ...] = ("control", "rollout", "sandbox", "learner")
@@ -29,7 +32,7 @@ class Job:
 
     role: Role
     index: int
-    executor: str
+    executor: Literal["local", "slurm", "steps"]
     id: str
     wall: float  # when it was submitted
     start: int = 0  # locally: of that process, as ProcessId tells it from a later namesake
@@ -56,11 +59,16 @@ GONE = State(alive=False, name="GONE")
 
 
 def jobs(paths: RunPaths) -> list[Job]:
-    """Every job that was submitted for this run, oldest first."""
+    """Every job that was submitted for this run, oldest first. Raises StoreError for a line that can't be one."""
     rows, _ = read_lines(paths.jobs, skip_torn=True)
-    names = Job.__dataclass_fields__
-    whole = [{"executor": "local", **row} for row in rows if row.get("event") == "submitted"]
-    return [Job(**{name: row[name] for name in names}) for row in whole if all(name in row for name in names)]
+    try:
+        whole = [{"executor": "local", **row} for row in rows if row.get("event") == "submitted"]
+        found = [msgspec.convert(row, Job) for row in whole]
+        if strange := [job.id for job in found if job.executor == "local" and not is_number(job.id)]:
+            raise TypeError(f"{strange[0]!r} is the id of no process")
+        return found
+    except (AttributeError, TypeError, msgspec.ValidationError) as error:
+        raise StoreError(f"{paths.jobs}: unreadable: {error}") from error
 
 
 def newest(paths: RunPaths, role: Role, index: int = 0) -> Job | None:

@@ -32,6 +32,7 @@ from hpcrl.types import (
     Sampling,
     Span,
     StoreError,
+    is_number,
 )
 
 UNNAMED = -1  # the version of an engine that nobody named yet
@@ -253,7 +254,7 @@ def _spans(rows: Sequence[Mapping[str, Any]], length: int) -> tuple[Span, ...]:
 
 
 def _version(label: str) -> int:
-    return int(label) if label.isdigit() else UNNAMED
+    return int(label) if is_number(label) else UNNAMED
 
 
 def _metric(text: str, name: str) -> float:

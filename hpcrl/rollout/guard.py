@@ -77,7 +77,7 @@ def end_group(group: int, stop_s: float) -> None:
 def group_lives(group: int) -> bool:
     """Whether the group has a member that is no zombie."""
     for name in os.listdir("/proc"):  # noqa: PTH208
-        if name.isdigit():
+        if name.isascii() and name.isdecimal():
             try:
                 with open(f"/proc/{name}/stat", "rb") as file:  # noqa: PTH123
                     fields = file.read().rpartition(b")")[2].split()

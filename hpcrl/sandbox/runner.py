@@ -383,7 +383,7 @@ def limit(config: Header) -> None:
         resource.RLIMIT_DATA: 2 * config["memory_bytes"],
     }
     release = os.uname().release.split("-")[0].split(".")
-    if tuple(int(part) for part in release[:2] if part.isdigit()) >= (5, 14):
+    if tuple(int(part) for part in release[:2] if part.isascii() and part.isdecimal()) >= (5, 14):
         # Older kernels count the user's processes in all namespaces together; there the watchdog alone counts.
         wanted[resource.RLIMIT_NPROC] = config["processes"] + 1
     for number, value in wanted.items():

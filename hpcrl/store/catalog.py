@@ -6,19 +6,23 @@
 Of a shard only the table of trajectories is in memory: a trajectory's rows are read when it is asked for. What is in no
 shard yet is in memory row by row. A record that lies in two files (a segment and its shard, or appended twice) is one
 row: rows are keyed by hash.
+
+Over 400 lines: to follow files that come, go and break is one matter.
 """
 
 from __future__ import annotations
 
 import errno
+import functools
 import logging
 import os
+import re
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ParamSpec, Self, TypeVar
 
 from hpcrl.layout import RunPaths
 from hpcrl.store.compact import shards
@@ -27,13 +31,46 @@ from hpcrl.store.rows import Row, Table, text
 from hpcrl.store.salvage import salvage
 from hpcrl.store.segment import CLOSED, OPEN, name_parts, read_at, read_header, read_segment, segments
 from hpcrl.store.shard import Shard
-from hpcrl.types import StoreError
+from hpcrl.types import ConfigError, StoreError
 
 logger = logging.getLogger(__name__)
 
 SETTLE_S = 90.0  # after which each node sees what another did: NFS keeps what it knows of a folder for up to 60 s
 _NAMED = (Kind.ADOPT, Kind.END, Kind.REWARD)  # rows of segments whose meta is kept
 Place = tuple[Shard, int]  # a trajectory's fragment: the shard, and its number in the shard's table
+
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+def again(method: Callable[_P, _T]) -> Callable[_P, _T]:
+    """A reader's method, which is called once more, by what is there then, where a shard that it reads has gone.
+    Raises StoreError where one has gone again."""
+
+    @functools.wraps(method)
+    def called(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        try:
+            return method(*args, **kwargs)
+        except FileNotFoundError:
+            store: Any = args[0]
+            store._reindex()
+        try:
+            return method(*args, **kwargs)
+        except FileNotFoundError as error:
+            raise StoreError(f"{error.filename}: has gone while it was read, again and again") from error
+
+    return called
+
+
+def mendable(error: Exception, paths: RunPaths) -> str:
+    """What is damaged, and what to do."""
+    return f"{error}" + ("" if isinstance(error, NewerError) else f"; mend it with `hpcrl store repair {paths.root}`")
+
+
+def _prompts(shard: Shard) -> dict[str, Row]:
+    rows = (row for number, trajectory in enumerate(shard.ids) if not trajectory for row in shard.rows(number))
+    return {row.hash: row for row in rows if row.kind is Kind.PROMPT}
 
 
 class Catalog:
@@ -85,6 +122,13 @@ class Catalog:
 
     # ---- taking in
 
+    def _reindex(self) -> None:
+        """Forget shards that have gone (`store repair` and `store prune` take some away), take in what is there."""
+        there = {path.name for path in shards(self._paths, anew=True)}
+        for shard in [shard for name, shard in self._shards.items() if name not in there]:
+            self._drop_shard(shard)
+        self.refresh(anew=True)
+
     def refresh(self, *, anew: bool = False) -> None:
         """Take in what is new in the folder; costs in proportion to that. A file that is damaged goes to `damaged`.
 
@@ -123,11 +167,21 @@ class Catalog:
         try:
             yield
         except StoreError as error:
-            logger.error("%s", error)
-            self.damaged[path.name] = str(error)
+            self.damaged[path.name] = mendable(error, self._paths)
+            logger.error("%s", self.damaged[path.name])
             with suppress(StoreError):
                 if not isinstance(error, NewerError):
                     self._rescue(path)
+
+    @contextmanager
+    def _reading(self, shard: Shard) -> Iterator[None]:
+        """Reading its tables: where one is damaged, so is the file."""
+        with self._noting_damage(shard.path):
+            try:
+                yield
+            except StoreError:
+                self._drop_shard(shard)
+                raise
 
     def _rescue(self, path: Path) -> None:
         found = salvage(path)
@@ -139,9 +193,8 @@ class Catalog:
 
     def _take_shard(self, path: Path) -> None:
         shard = Shard(path)
-        shared = [row for number, trajectory in enumerate(shard.ids) if not trajectory for row in shard.rows(number)]
+        self._prompts |= _prompts(shard)
         self._shards[path.name] = shard
-        self._prompts |= {row.hash: row for row in shared if row.kind is Kind.PROMPT}
         self._changed()
         self._uids |= {text(uid) for uid in shard.sources["uid"].tolist()}
         for name in shard.sources["name"].tolist():
@@ -154,10 +207,14 @@ class Catalog:
 
     def _drop_shard(self, shard: Shard) -> None:
         del self._shards[shard.path.name]
+        self._used.pop(shard.path.name, None)
+        shard.close()
         for trajectory in {*shard.ids} & {*self._places}:
             self._places[trajectory] = [place for place in self._places[trajectory] if place[0] is not shard]
             self._cache.pop(trajectory, None)
         self._prompts = {hash: row for hash, row in self._prompts.items() if row.file != shard.path.name}
+        for other in self._shards.values():  # it may have held what others hold as well
+            self._prompts |= _prompts(other)
         self._changed()
 
     def _take_segment(self, path: Path) -> None:
@@ -219,6 +276,7 @@ class Catalog:
 
     # ---- records
 
+    @again
     def rows(self, trajectory: str) -> Mapping[str, Row]:
         """A trajectory's records by hash, those of shards first, else in the order that they were read; of "": those
         that are of none, PROMPT and CONTENT."""
@@ -229,9 +287,11 @@ class Catalog:
             return known[1]
         found: dict[str, Row] = {}
         for shard, number in places:
-            for row in shard.rows(number):
-                found.setdefault(row.hash, row)
-            self._keep_open(shard)
+            with self._reading(shard):
+                for row in self._keep_open(shard).rows(number):
+                    found.setdefault(row.hash, row)
+        if places is not self._places.get(trajectory, ()):  # a damaged one was dropped, what is intact of it is fresh
+            return self.rows(trajectory)
         for hash, row in fresh.items():
             found.setdefault(hash, row)
         self._cache[trajectory] = (stamp, found)
@@ -256,6 +316,7 @@ class Catalog:
                 raise
         raise _Moved(f"{self._paths.log / row.file}: is gone, and no shard holds record {row.hash}")
 
+    @again
     def record(self, trajectory: str, hash: str) -> Record:
         """Raises StoreError when it isn't here or is damaged."""
         until, pause_s = time.monotonic() + SETTLE_S, 0.0
@@ -276,12 +337,17 @@ class Catalog:
     def content(self, hash: str) -> bytes:
         """The bytes that a record names by their SHA-256 (64 hexadecimal characters).
 
-        Raises StoreError when they aren't here, or damaged.
+        Raises ConfigError for what is no such name, StoreError when they aren't here, or damaged.
         """
-        data = self.record("", hash[:32]).data
-        if sha256(data).hexdigest() != hash:
+        if not re.fullmatch("[0-9a-f]{64}", hash):
+            raise ConfigError(
+                f"{hash}: no content's name, the 64 digits (SHA-256) that `hpcrl store show` gives; the 32 of a hash "
+                "name a record, and a prompt has token ids alone, which `show` prints as text"
+            )
+        record = self.record("", hash[:32])
+        if record.kind is not Kind.CONTENT or sha256(record.data).hexdigest() != hash:
             raise StoreError(f"{self._paths.root}: no content {hash}")
-        return data
+        return record.data
 
     def ahead(self, trajectories: Iterable[str]) -> None:
         """Ask the disk for what `rows` of these will read."""
@@ -316,13 +382,15 @@ class Catalog:
     def tables(self, name: str) -> Iterator[Table]:
         """One of the tables of every shard, such as "rewards" or "transitions". Of one where it is damaged, what can be
         rescued is `fresh` from then on."""
-        for shard in list(self._shards.values()):
-            with self._noting_damage(shard.path):
-                try:
-                    yield self._keep_open(shard).whole(name)
-                except StoreError:
-                    self._drop_shard(shard)
-                    raise
+        done: set[str] = set()
+        while left := [shard for file, shard in self._shards.items() if file not in done]:
+            done.add(left[0].path.name)
+            try:
+                with self._reading(left[0]):
+                    found = self._keep_open(left[0]).whole(name)
+                    yield found
+            except FileNotFoundError:
+                self._reindex()
 
     def fresh(self) -> Iterator[tuple[str, Row, Mapping[str, Any]]]:
         """(trajectory, row, meta) of each ADOPT, END and REWARD record that is in no shard yet."""

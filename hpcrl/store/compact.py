@@ -27,13 +27,13 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Protocol
 
-from hpcrl.layout import ProcessId, RunPaths, by_name, listed, sync_folder
+from hpcrl.layout import ProcessId, RunPaths, by_name, listed, next_number, numbered, sync_folder
 from hpcrl.store.pack import Packer
 from hpcrl.store.records import Torn, split
 from hpcrl.store.seal import seal_dead_here
 from hpcrl.store.segment import CLOSED, raw_segment, read_header, segments, uid_of
 from hpcrl.store.shard import Source, sources_of, write_shard
-from hpcrl.types import ConfigError, StoreError
+from hpcrl.types import ConfigError, StoreError, is_number
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +89,7 @@ def mpi() -> Comm:
             f"--mpi: needs mpi4py and an MPI library, `pip install 'hpcrl[mpi]' mpich` ({first})"
         ) from error
     told = {name: os.environ.get(name, "") for name in ("PMI_SIZE", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")}
-    several = [f"{name}={value}" for name, value in told.items() if value.isdigit() and int(value) > 1]
+    several = [f"{name}={value}" for name, value in told.items() if is_number(value) and int(value) > 1]
     comm: Comm = MPI.COMM_WORLD
     if comm.size == 1 and several:
         raise ConfigError(
@@ -224,8 +224,7 @@ def _compact_all(paths: RunPaths, first: int, batches: Sequence[tuple[int, Seque
 
 
 def shards(paths: RunPaths, *, anew: bool = False) -> list[Path]:
-    found = [path for path in listed(paths.shards, "*.h5", anew=anew) if path.stem.isdigit()]
-    return sorted(found, key=lambda path: int(path.stem))
+    return sorted(numbered(paths.shards, ".h5", anew=anew), key=lambda path: int(path.stem))
 
 
 def _batches(fresh: Sequence[Path], shard_bytes: int) -> list[list[Path]]:
@@ -297,14 +296,13 @@ def provenance(paths: RunPaths) -> dict[str, str | float]:
 @contextlib.contextmanager
 def claim(paths: RunPaths) -> Iterator[int | str]:
     """A shard number of one's own, or why there is none now."""
-    stems = [path.stem for folder in (paths.shards, paths.damaged_shards) for path in listed(folder, "*.*")]
-    number = max((int(stem) for stem in stems if stem.isdigit()), default=0)
+    number = next_number(path.stem for folder in (paths.shards, paths.damaged_shards) for path in listed(folder, "*.*"))
     while True:
-        number += 1
         with _claim_this(paths, number) as taken:
             if not taken:
                 yield _rival(paths, _claim_path(paths, number)) or number
                 return
+        number += 1
 
 
 @contextlib.contextmanager
@@ -337,9 +335,10 @@ def _rival(paths: RunPaths, mine: Path | None) -> str:
     One that was thought dead may go on: before it publishes it looks whether it has its claim. So the claim goes first,
     then what was begun: either it sees that it lost the claim, or what it would publish is gone.
     """
-    there = listed(paths.shards)  # both at once: whoever writes has made a claim before
-    claimed = {path.stem for path in there if path.suffix == ".claim"}
-    for path in sorted(path for path in there if path.suffix == ".claim"):
+    begun = listed(paths.shards, ".*.h5.*.tmp")  # before the claims: whoever writes has made one before
+    claims = sorted(numbered(paths.shards, ".claim"))
+    claimed = {path.stem for path in claims}
+    for path in claims:
         if mine is not None and path.stem >= mine.stem:
             continue
         try:
@@ -354,8 +353,8 @@ def _rival(paths: RunPaths, mine: Path | None) -> str:
             return f"{path} is held by a compactor that lives or can't be seen from here"
         path.unlink(missing_ok=True)
         claimed.discard(path.stem)
-    for torn in there:
-        if torn.match(".*.h5.*.tmp") and torn.name.split(".")[1] not in claimed:
+    for torn in begun:
+        if torn.name.split(".")[1] not in claimed:
             torn.unlink(missing_ok=True)
     return ""
 
@@ -364,7 +363,7 @@ def _claimant(path: Path) -> ProcessId | None:
     """Who made a claim; None where that isn't whole: its maker died, or is, between making and writing it."""
     try:
         return ProcessId(**json.loads(by_name(path.read_text)))
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, RecursionError):
         return None
 
 

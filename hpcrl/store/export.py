@@ -76,27 +76,39 @@ class Exported:
     damaged: tuple[str, ...]  # files; what is intact of them is exported
 
 
-def export(paths: RunPaths, folder: Path, format: Format, decode: Decode | None = None) -> Exported:
-    """Every trajectory's chain into new files in `folder`. `decode`: token ids [T] to text; without, texts are null.
+def export(
+    paths: RunPaths,
+    folder: Path,
+    format: Format,
+    decode: Decode | None = None,
+    *,
+    conditions: Mapping[str, Any] | None = None,
+    progress: Callable[[int, int], object] = lambda done, total: None,
+) -> Exported:
+    """The chains of the trajectories that meet the conditions of `Store.query` into new files in `folder`. `decode`:
+    token ids [T] to text; without, texts are null. `progress` hears how many of how many trajectories are through.
 
-    Raises ConfigError when a file is there already.
+    Raises ConfigError when a file is there already, OSError where they can't be written; then none is there.
     """
     tables = ("trajectories", "contents") if format == "jsonl" else tuple(_TABLES)
     names = [f"{table}.{format}" for table in tables]
-    folder.mkdir(parents=True, exist_ok=True)
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"{folder}: is no folder; give another")
     for name in names:
         if (folder / name).exists():
             raise ConfigError(f"{folder / name}: exists; give another folder")
     left_out: list[str] = []
     trajectories = steps = 0
     with contextlib.ExitStack() as stack:
+        stack.enter_context(_or_nothing(folder, names))
         store = stack.enter_context(Store(paths, open_segments=True))
         opened = [stack.enter_context(publishing(folder / name)) for name in names]
         sink: _Jsonl | _Parquet = _Jsonl(opened) if format == "jsonl" else _Parquet(opened)
         stack.callback(sink.close)
         given: set[str] = set()  # contents
-        frame = store.query()
-        for values in frame.itertuples(index=False, name=None):
+        frame = store.query(**conditions or {})
+        for number, values in enumerate(frame.itertuples(index=False, name=None)):
+            progress(number, len(frame))
             summary: Fields = dict(zip(frame.columns, values, strict=True))
             try:
                 whole = _whole(store, summary, decode)
@@ -117,6 +129,22 @@ def export(paths: RunPaths, folder: Path, format: Format, decode: Decode | None 
     return Exported(files=files, trajectories=trajectories, steps=steps, left_out=tuple(left_out), damaged=damaged)
 
 
+@contextlib.contextmanager
+def _or_nothing(folder: Path, names: Sequence[str]) -> Iterator[None]:
+    """What is written into a folder within, and the folder itself where it is new, goes again when that fails."""
+    new = not folder.exists()
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(OSError):
+            for name in names:
+                (folder / name).unlink(missing_ok=True)
+            if new:
+                folder.rmdir()
+        raise
+
+
 # ---- what is exported ---------------------------------------------------------------------------------------------
 
 
@@ -124,7 +152,10 @@ def _whole(store: Store, summary: Fields, decode: Decode | None) -> tuple[Fields
     """A trajectory, its steps, its scores."""
     trajectory = summary["trajectory"]
     records = {record.hash: record for record in store.records(trajectory)}
-    chain = [records[receipt.hash] for receipt in store.receipts(trajectory)]
+    receipts = store.receipts(trajectory)
+    if unread := [receipt.hash for receipt in receipts if receipt.hash not in records]:
+        raise StoreError(store.damaged[unread[0]])
+    chain = [records[receipt.hash] for receipt in receipts]
     if not chain:
         raise StoreError("none of its chain is here")
     if chain[0].parent:

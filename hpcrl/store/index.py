@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hpcrl.layout import RunPaths
-from hpcrl.store.catalog import Catalog
+from hpcrl.layout import RunPaths, is_unreadable
+from hpcrl.store.catalog import Catalog, again, mendable
 from hpcrl.store.records import CHAINED, COLUMNS, Kind, Record, joined, named
 from hpcrl.store.rows import TRAJECTORIES, Row, Table, TrajectoryInfo, leaf, merge, summarize, table, text
 from hpcrl.store.shard import Shard
@@ -64,16 +64,23 @@ class Store(Catalog):
 
     def complete(self, trajectory: str, head: str) -> bool:
         """Whether `head`, every record before it on its chain, and their prompts are here."""
-        try:
-            chain = self._walk(trajectory, head)
-        except StoreError:
-            return False
-        return bool(chain) and all(row.root in self._prompts for row in chain if row.root)
+        return head != "" and not self.lacking(trajectory, head)
+
+    def lacking(self, trajectory: str, head: str) -> str:
+        """The hash of the first record that isn't here on the way back from `head`, a prompt's too; "" for none."""
+        known, hash = self.rows(trajectory), head
+        while hash in known:
+            row = known[hash]
+            if row.root and row.root not in self._prompts:
+                return row.root
+            hash = row.parent
+        return hash
 
     def chain(self, trajectory: str, head: str) -> list[Record]:
         """Root (the first ADOPT) to head. Raises StoreError naming a parent that isn't here."""
         return [self.record(trajectory, row.hash) for row in self._walk(trajectory, head)]
 
+    @again
     def sequence(self, trajectory: str, head: str, reward: float) -> Sequence_:
         """The chain that ends in `head` as training data: the tokens of its newest context, in order.
 
@@ -177,6 +184,7 @@ class Store(Catalog):
         rewards = np.array([one.reward for one in found], np.float32)
         return {**made, "lengths": lengths, "rewards": rewards}
 
+    @again
     def steps(self, ids: Sequence[tuple[str, int]]) -> list[Sequence_]:
         """The tokens that each (trajectory, step) added: the act's, then the observation's.
 
@@ -348,8 +356,18 @@ class Store(Catalog):
         )
 
     def records(self, trajectory: str) -> list[Record]:
-        """All of a trajectory's records, orphans, rewards and transitions included, in the order they were read."""
-        return [self.record(trajectory, hash) for hash in self.rows(trajectory)]
+        """All of a trajectory's records, orphans, rewards and transitions included, in the order they were read. Those
+        that can't be read are left out, and `damaged` has them by their hash."""
+        found = []
+        for hash, row in self.rows(trajectory).items():
+            try:
+                found.append(self.record(trajectory, hash))
+            except (StoreError, OSError) as error:
+                if isinstance(error, OSError) and not is_unreadable(error):
+                    raise
+                label = f"{row.kind.name} {hash} of {trajectory or 'all'}"
+                self.damaged[hash] = f"{label}: {mendable(error, self._paths)}"
+        return found
 
     def receipts(self, trajectory: str) -> list[Receipt]:
         """Of the chain, in its order. Reads no payload."""

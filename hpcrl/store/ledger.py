@@ -13,14 +13,18 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hpcrl.layout import Appender, RunPaths, by_name, listed, next_incarnation, read_lines, sync_file
+import msgspec
+
+from hpcrl.layout import Appender, RunPaths, by_name, next_incarnation, numbered, read_lines, sync_file
 from hpcrl.types import Entry, StoreError
 
+_COUNTED = {"follows": "lines", "resumed_from": "update"}  # what of the file before counts, in each kind of first line
 Position = tuple[int, int]  # (incarnation, line); line 0 is the first line of the file, so entries begin at 1
 
 
@@ -58,8 +62,8 @@ class _Files:
         The newest is read first: what it continues had a first line before it had one itself.
         """
         anew, self._looked = not self._looked, True
-        for name in sorted(listed(self._folder, "*.jsonl", anew=anew), reverse=True):
-            if not name.stem.isdigit() or int(name.stem) in self._heads:
+        for name in sorted(numbered(self._folder, ".jsonl", anew=anew), reverse=True):
+            if int(name.stem) in self._heads:
                 continue
             line = by_name(_first_line, name)
             if line.endswith(b"\n"):
@@ -73,11 +77,11 @@ class _Files:
 
         Raises StoreError when that isn't there: what was trained would be forgotten without a word.
         """
-        value = self._heads[incarnation].get(key)
-        try:
-            before = int(value["incarnation"]) if value else 0
-        except (TypeError, KeyError, ValueError) as error:
-            raise StoreError(f"{self.path(incarnation)}: damaged: its first line says {key} {value!r}") from error
+        value = self._heads[incarnation].get(key) or {"incarnation": 0, _COUNTED[key]: 0}
+        numbers = [value.get(name) for name in ("incarnation", _COUNTED[key])] if isinstance(value, dict) else []
+        if [type(number) for number in numbers] != [int, int]:
+            raise StoreError(f"{self.path(incarnation)}: damaged: its first line says {key} {value!r:.80}")
+        before = value["incarnation"]
         if not before:
             return None
         if before >= incarnation:
@@ -86,8 +90,8 @@ class _Files:
             raise StoreError(
                 f"{self.path(before)}: missing or empty, though {self.path(incarnation).name} continues it"
             )
-        assert isinstance(value, dict)
-        return value
+        link: dict[str, Any] = value
+        return link
 
     def new(self, incarnation: int, stop: int | None = None) -> list[tuple[int, dict[str, Any]]]:
         """(line, row) not given yet, lines below `stop` only."""
@@ -253,6 +257,13 @@ def lineage(paths: RunPaths) -> list[UpdateRow]:
     return ProgressReader(paths).read()
 
 
+def repeats(ledger: Iterable[tuple[Position, Entry]]) -> list[str]:
+    """Trajectories that the ledger names again, once for each time: where an append failed that was written after all.
+    Nobody takes one twice."""
+    counts = Counter(entry.trajectory for _, entry in ledger)
+    return [trajectory for trajectory, count in counts.items() for _ in range(count - 1)]
+
+
 def trained_twice(rows: Sequence[UpdateRow]) -> list[str]:
     """Trajectories that are in two updates of a lineage, or twice in one."""
     seen: set[str] = set()
@@ -264,11 +275,7 @@ def trained_twice(rows: Sequence[UpdateRow]) -> list[str]:
 
 
 def _parse(kind: type[Any], row: Mapping[str, Any], path: Path) -> Any:
-    values = {f.name: row[f.name] for f in dataclasses.fields(kind) if f.name in row}  # later versions may add keys
-    if "positions" in values:
-        values["positions"] = tuple((int(i), int(n)) for i, n in values["positions"])
-        values["trajectories"] = tuple(values["trajectories"])
     try:
-        return kind(**values)
-    except TypeError as error:
+        return msgspec.convert(row, kind)  # keys that it doesn't know pass: later versions may add some
+    except (msgspec.ValidationError, RecursionError) as error:
         raise StoreError(f"{path}: not a {kind.__name__} ({error})") from error

@@ -88,7 +88,7 @@ def take_over(folder: Path, node: str, home: Path) -> None:
                 raise StoreError(f"{path}: process {owner.pid} writes this node's log; stop it first")
             recover(path)
     for path in listed(home, f".{node}-*{CLOSED}.*.tmp"):  # of one that was killed in `ship`
-        if re.fullmatch(rf"\.{re.escape(node)}-\d+{re.escape(CLOSED)}\.\d+\.tmp", path.name):
+        if re.fullmatch(rf"\.{re.escape(node)}-[0-9]+{re.escape(CLOSED)}\.[0-9]+\.tmp", path.name):
             path.unlink(missing_ok=True)
     _move(folder, node, home)
 

@@ -11,22 +11,23 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from hpcrl.layout import RunPaths, publish_json, read_json, sync_folder
+from hpcrl.store.catalog import mendable
 from hpcrl.store.compact import SHARD_BYTES, claim, provenance, shard_path, shards
 from hpcrl.store.index import Store
 from hpcrl.store.ledger import entries, lineage
 from hpcrl.store.pack import Packer
-from hpcrl.store.records import COLUMNS, GENERATED, Kind, split
+from hpcrl.store.records import COLUMNS, GENERATED, Kind, Record, split
 from hpcrl.store.rows import Row, generated, text
 from hpcrl.store.segment import CLOSED, OPEN, read_header, segments
 from hpcrl.store.shard import SEGMENTS, Shard, write_shard
-from hpcrl.types import ConfigError, State, StoreError
+from hpcrl.types import ConfigError, State, StoreError, is_number
 
 _UNITS = {"MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 OPEN_REASON = "has not ended"
@@ -65,7 +66,7 @@ def size(word: str) -> int:
     """
     for unit, scale in _UNITS.items():
         number = word.removesuffix(unit).strip()
-        if number != word.strip() and number.replace(".", "", 1).isdigit():
+        if number != word.strip() and is_number(number.replace(".", "", 1)):
             return int(float(number) * scale)
     raise ConfigError(f"--keep: {word!r} is no size; give a number and one of {', '.join(_UNITS)}, such as 50GiB")
 
@@ -79,12 +80,15 @@ def prune(paths: RunPaths, keep_bytes: int, *, dry_run: bool = False) -> Pruned:
         raise StoreError(f"{left_open[0]}: is open; `hpcrl store seal` first")
     with Store(paths) as store:
         if store.damaged:
-            raise StoreError(f"{next(iter(store.damaged.values()))}; `hpcrl store repair` first")
+            raise StoreError(next(iter(store.damaged.values())))
         sizes = {path.name: path.stat().st_size for path in shards(paths)}
         choice = _choose(store, needed(paths, store), sizes, keep_bytes)
         gone = [name for name in sizes if name not in choice.kept]
         before = sum(sizes.values())
-        if not dry_run:
+        if dry_run:
+            for _ in _carried(paths, store, choice, gone):  # to meet what is damaged, as `_remove` would
+                pass
+        else:
             _remove(paths, store, choice, gone)
     left = before - sum(sizes[name] for name in gone) if dry_run else sum(p.stat().st_size for p in shards(paths))
     return Pruned(
@@ -113,7 +117,7 @@ def needed(paths: RunPaths, store: Store) -> dict[str, str]:
         label = group.rsplit(".", 1)[-1]
         prefix = label.rstrip("0123456789")
         if phase not in over and kind in ("train", "expert"):
-            number = int(label[len(prefix) :] or 0)
+            number = int(label[len(prefix) :][-18:] or 0)
             highest[prefix] = max(highest.get(prefix, (-1, "")), (number, trajectory))
         if not row["status"]:
             found[trajectory] = OPEN_REASON
@@ -227,29 +231,44 @@ def _replace(paths: RunPaths, store: Store, choice: _Choice, names: Sequence[str
         packer = Packer()
         slots: dict[tuple[str, int], int] = {}  # (shard, source in it) -> source in the new one
         counts: Counter[int] = Counter()
-        for name in names:
-            shard = store.shard(name)
-            for fragment, at in choice.carried.get(name, {}).items():
-                first, steps = int(shard.trajectories[fragment]["first_row"]), shard.steps(fragment)[at]
-                for row, source, offset in zip(at, steps["segment"].tolist(), steps["offset"].tolist(), strict=True):
-                    record = shard.record(first + row)
-                    slot = slots.setdefault((name, source), len(slots))
-                    packer.add(slot, offset, bytes.fromhex(record.hash), split(record.kind, record.payload))
-                    counts[slot] += 1
+        for name, source, offset, record in _carried(paths, store, choice, names):
+            slot = slots.setdefault((name, source), len(slots))
+            packer.add(slot, offset, bytes.fromhex(record.hash), split(record.kind, record.payload))
+            counts[slot] += 1
         sources = []
         for (name, source), slot in slots.items():
             found = store.shard(name).sources[source]
             sources.append({**{key: found[key].item() for key in SEGMENTS}, "node": text(found["node"])})
             sources[-1]["records"] = counts[slot]
-        if len(packer):
-            write_shard(shard_path(paths, number), packer, sources, provenance(paths))
         for torn in paths.shards.glob(f".{paths.pruned.name}.*.tmp"):  # of one that was killed here
             torn.unlink(missing_ok=True)
         before = read_json(paths.pruned) or {}
-        publish_json(paths.pruned, before | dict.fromkeys(names, time.time()))
+        if len(packer):
+            write_shard(shard_path(paths, number), packer, sources, provenance(paths))
+        try:
+            publish_json(paths.pruned, before | dict.fromkeys(names, time.time()))
+        except OSError:
+            shard_path(paths, number).unlink(missing_ok=True)  # all that is in it is still in the old ones
+            raise
         for name in names:
             (paths.shards / name).unlink(missing_ok=True)
         sync_folder(paths.shards)
+
+
+def _carried(
+    paths: RunPaths, store: Store, choice: _Choice, names: Sequence[str]
+) -> Iterator[tuple[str, int, int, Record]]:
+    """Of these shards what is carried over: shard, source in it, offset there, record. Raises StoreError at damage."""
+    for name in names:
+        shard = store.shard(name)
+        for fragment, at in choice.carried.get(name, {}).items():
+            first, steps = int(shard.trajectories[fragment]["first_row"]), shard.steps(fragment)[at]
+            for row, source, offset in zip(at, steps["segment"].tolist(), steps["offset"].tolist(), strict=True):
+                try:
+                    record = shard.record(first + row)
+                except StoreError as error:
+                    raise StoreError(f"of {shard.ids[fragment] or 'all'}: {mendable(error, paths)}") from error
+                yield name, source, offset, record
 
 
 def _unlink_left_over(paths: RunPaths, going: Sequence[Shard]) -> None:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from datetime import datetime
-from typing import TYPE_CHECKING, Any
+from numbers import Real
+from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
 import pandas as pd
 
 from hpcrl.store.rows import REWARDS, Table, scores, text
-from hpcrl.types import ConfigError, State
+from hpcrl.types import Cause, ConfigError, State, TrajectoryKind
 
 if TYPE_CHECKING:
     from hpcrl.store.index import Store
@@ -25,7 +28,10 @@ CONDITIONS: Mapping[str, tuple[str, str]] = {
     "until": ("wall", "<"),
     "reward_below": ("reward", "<"),
     "reward_above": ("reward", ">"),
+    "version": ("max_version", ">="),  # and min_version <= it: that sampled any of its tokens
 }
+_COMPARISONS = {"<": operator.lt, ">": operator.gt, ">=": operator.ge}
+_KNOWN = {"status": STATUSES, "kind": get_args(TrajectoryKind), "fault": tuple(Cause)}  # though none is in the store
 
 
 def frame(store: Store) -> pd.DataFrame:
@@ -66,22 +72,25 @@ def rewards(store: Store) -> pd.DataFrame:
     return found.drop_duplicates(ignore_index=True).astype({"late": bool})
 
 
-def moment(text: str) -> float:
-    """Seconds since 1970 of an ISO 8601 time (without an offset: this machine's), or of such seconds.
+def moment(time: Any) -> float:
+    """Seconds since 1970 of a datetime, of what pandas or numpy have for it, of ISO 8601 text (without an offset: this
+    machine's), or of such seconds.
 
-    >>> moment("1970-01-02T00:00:00Z"), moment("86400.5")
-    (86400.0, 86400.5)
+    >>> moment("1970-01-02T00:00:00Z"), moment("86400.5"), moment(pd.Timestamp("1970-01-02", tz="UTC"))
+    (86400.0, 86400.5, 86400.0)
     """
-    try:
-        seconds = float(text)
-    except ValueError:
-        try:
-            return datetime.fromisoformat(text.strip()).timestamp()
-        except ValueError:
-            seconds = math.nan
+    seconds = math.nan
+    with suppress(ValueError, TypeError, OverflowError):
+        if not isinstance(time, str | Real):
+            seconds = pd.Timestamp(time).to_pydatetime().timestamp()
+        else:
+            try:
+                seconds = float(time)
+            except ValueError:
+                seconds = datetime.fromisoformat(str(time).strip()).timestamp()
     if not math.isfinite(seconds):
         raise ConfigError(
-            f"{text!r}: no time; give ISO 8601 (2026-03-01T12:30, 2026-03-01T12:30+02:00) or seconds since 1970"
+            f"{time!r:.60}: no time; give ISO 8601 (2026-03-01T12:30, 2026-03-01T12:30+02:00) or seconds since 1970"
         )
     return seconds
 
@@ -105,33 +114,44 @@ def decoded(table: Table) -> pd.DataFrame:
 
 
 def query(made: pd.DataFrame, conditions: Mapping[str, Any]) -> pd.DataFrame:
-    """The rows of `frame` that meet every condition; a list means any of its values. See CONDITIONS, and `version`.
+    """The rows of `frame` that meet every condition (see CONDITIONS); several values (a list, a set) mean any of them.
 
-    Raises ConfigError for a condition that there isn't.
+    Raises ConfigError for a condition that there isn't, and a value that no row can have.
     """
     mask = np.ones(len(made), bool)
     for name, value in conditions.items():
         if value is None:
             continue
-        if name == "version":  # that sampled any of its tokens
-            mask &= (made["min_version"] <= value).to_numpy() & (made["max_version"] >= value).to_numpy()
-            continue
         if name not in CONDITIONS:
-            raise ConfigError(f"query: no condition {name!r}; there are: {', '.join([*CONDITIONS, 'version'])}")
-        if name == "status" and (wrong := {value} - {*STATUSES} if isinstance(value, str) else {*value} - {*STATUSES}):
-            raise ConfigError(f"query: no status {min(wrong)!r}; there are: {', '.join(STATUSES)}")
+            raise ConfigError(f"query: no condition {name!r}; there are: {', '.join(CONDITIONS)}")
         column, comparison = CONDITIONS[name]
         series = made[column]
-        match comparison:
-            case "is" if isinstance(value, Sequence) and not isinstance(value, str):
-                met = series.isin(list(value))
-            case "is":
-                met = series == value
-            case "<":
-                met = series < value
-            case ">":
-                met = series > value
-            case _:
-                met = series >= value
-        mask &= met.to_numpy(bool)
+        if comparison == "is":
+            mask &= series.isin(_values(name, value, series)).to_numpy(bool)
+            continue
+        bound = moment(value) if column == "wall" else value
+        if not _is_number(bound):
+            raise ConfigError(f"query: {name} must be a number, not {value!r}")
+        mask &= _COMPARISONS[comparison](series.to_numpy(), bound)
+        if name == "version":
+            mask &= made["min_version"].to_numpy() <= bound
     return made[mask]
+
+
+def _values(name: str, value: Any, series: pd.Series[Any]) -> list[Any]:
+    """A condition's values, each of which a row may have."""
+    values = [value] if isinstance(value, str) or not isinstance(value, Iterable) else list(value)
+    if known := _KNOWN.get(name):
+        there = list(dict.fromkeys([*known, *series.unique()]))
+        for one in values:
+            if one not in there:
+                raise ConfigError(f"query: no {name} {one!r}; there are: {', '.join(filter(None, there))}")
+    fits, what = (_is_number, "a number") if series.dtype.kind in "if" else (lambda one: isinstance(one, str), "text")
+    for one in values:
+        if not fits(one):
+            raise ConfigError(f"query: {name} must be {what}, not {one!r}")
+    return values
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real) and value == value

@@ -1,4 +1,5 @@
-"""The record: what one is, its hash, its bytes. No other file knows the format; docs/store-format.md explains it.
+"""The record: what one is, its hash, its bytes. No other file knows the format, which makes this one over 400 lines;
+docs/store-format.md explains it.
 
     frame = length u32 | kind u8 | crc32c u32 | hash 16 bytes | payload      (little endian; length: the payload's)
     payload = header length u32 | header JSON | ids | logprobs | versions | sampled     (raw arrays, present ones only)
@@ -171,6 +172,8 @@ class Record:
             head = from_json(text)
             if wrong := [name for name, kind in _FIELDS.items() if type(head[name]) is not kind]:
                 raise ValueError(f"{wrong[0]} is {head[wrong[0]]!r:.80}")
+            if max(abs(head["attempt"]), abs(head["step"])) >= 1 << 31:
+                raise ValueError(f"attempt {head['attempt']}, step {head['step']}: out of range")
             arrays = _arrays(rest, head.pop("arrays"))
             values = {name: np.frombuffer(view, COLUMNS[name][0]) for name, view in arrays.items()}
             record = cls(**{**head, **values, "kind": Kind(head["kind"])})
@@ -261,6 +264,7 @@ def checksum(kind: int, digest: bytes, payload: bytes | memoryview) -> int:
 
 
 _encode = msgspec.json.Encoder(order="sorted").encode
+_TOO_DEEP = "JSON that is nested too deeply"
 _SIMPLE, _KEYS = frozenset({str, int, bool, type(None)}), frozenset({str})
 
 
@@ -274,7 +278,10 @@ def to_json(value: Mapping[str, Any]) -> bytes:
             return _encode(value)
     except (ValueError, OverflowError, RecursionError):
         pass
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+    try:
+        return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+    except RecursionError as error:
+        raise ValueError(_TOO_DEEP) from error
 
 
 def _is_plain(value: Any) -> bool:
@@ -298,9 +305,12 @@ def _is_plain(value: Any) -> bool:
 def from_json(text: bytes | memoryview) -> Any:
     """Raises ValueError."""
     try:
-        return msgspec.json.decode(text)
-    except msgspec.DecodeError:  # of a lone surrogate, for one
-        return json.loads(bytes(text))
+        try:
+            return msgspec.json.decode(text)
+        except msgspec.DecodeError:  # of a lone surrogate, for one
+            return json.loads(bytes(text))
+    except RecursionError as error:
+        raise ValueError(_TOO_DEEP) from error
 
 
 _Int32 = Annotated[int, msgspec.Meta(ge=-(1 << 31), lt=1 << 31)]
@@ -343,7 +353,7 @@ def split(kind: int, payload: bytes | memoryview) -> Parts:
         if head.kind != kind or kind not in KINDS:
             raise ValueError(f"kind {kind} in the frame, {head.kind} within")
         return head, text, _arrays(rest, head.arrays), from_json(text)["meta"] if kind in SUMMED else {}
-    except (struct.error, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+    except (struct.error, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise StoreError(f"not a record: {error}") from error
 
 

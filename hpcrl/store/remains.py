@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from hpcrl.store.records import COLUMNS, FRAME, LENGTH, MAX_PAYLOAD, Kind, Record, checksum, sound
+from hpcrl.store.records import COLUMNS, FRAME, LENGTH, MAX_PAYLOAD, Kind, Record, checksum, from_json, sound
 from hpcrl.types import StoreError
 
 _JSON_START = b'{"arrays":{'  # of every payload's header: its keys are sorted
@@ -61,15 +61,15 @@ def _payload_at(data: bytes, start: int) -> memoryview | None:
     (size,) = LENGTH.unpack_from(data, start)
     text = data[start + LENGTH.size : start + LENGTH.size + min(size, MAX_PAYLOAD)]
     try:
-        arrays = json.loads(text)["arrays"]
+        arrays = from_json(text)["arrays"]
         end = start + LENGTH.size + size + sum(arrays.get(name, 0) * COLUMNS[name][0].itemsize for name in COLUMNS)
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
     return memoryview(data)[start:end] if start < end <= len(data) else None
 
 
-_HEAD_LEFT = re.compile(rb'\{"arrays":\{[^{}]*\},"attempt":(\d+),"kind":(\d+),"meta":')
-_TAIL_LEFT = re.compile(rb',"parent":"([0-9a-f]*)","step":(-?\d+),"trajectory":("(?:[^"\\]|\\.)*")\}')
+_HEAD_LEFT = re.compile(rb'\{"arrays":\{[^{}]*\},"attempt":(\d{1,18}),"kind":(\d{1,18}),"meta":')
+_TAIL_LEFT = re.compile(rb',"parent":"([0-9a-f]*)","step":(-?\d{1,18}),"trajectory":("(?:[^"\\]|\\.)*")\}')
 
 
 def what_is_left(data: bytes) -> dict[str, Any]:

@@ -11,14 +11,17 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
-from hpcrl.layout import RunPaths, is_unreadable, publish, sync_folder
+from hpcrl.layout import RunPaths, is_unreadable, listed, publish, read_json, sync_folder
 from hpcrl.store.compact import claim, provenance, shard_path, shards
+from hpcrl.store.index import Store
+from hpcrl.store.ledger import entries
 from hpcrl.store.pack import Packer
 from hpcrl.store.records import Kind, NewerError, Record, split
 from hpcrl.store.salvage import salvage
@@ -65,8 +68,26 @@ def repair(paths: RunPaths) -> list[Repaired]:
     seal_dead_here(paths)
     damaged = {path: text for path in shards(paths) if (text := _damage(path, _check_shard))}
     damaged |= {path: text for path in segments(paths.log, CLOSED) if (text := _damage(path, _check_segment))}
-    done = [_repair(paths, path, damaged) for path in damaged]
-    return [one for one in done if one is not None] + [_left(path, how_to_close(path)) for path in ownerless(paths)]
+    done = [one for path in damaged if (one := _repair(paths, path, damaged)) is not None]
+    for one in done:
+        if not all(lost.sure for lost in one.lost):  # what else was there, nobody can say of the bytes
+            more = _named(paths)
+            done[done.index(one)] = replace(one, lost=(*one.lost, *more))
+            _write_down(Path(one.moved_to), one.damage, (*one.lost, *more))
+            break
+    return done + [_left(path, how_to_close(path)) for path in ownerless(paths)]
+
+
+def recorded(paths: RunPaths) -> list[Lost]:
+    """All that repairs of this run have found lost. Raises StoreError where what they wrote down can't be read."""
+    files = [path for at in (paths.damaged_shards, paths.damaged_log) for path in listed(at, "*.lost.json", anew=True)]
+    found: list[Lost] = []
+    for path in files:
+        try:
+            found += msgspec.convert((read_json(path) or {})["lost"], list[Lost])
+        except (KeyError, msgspec.ValidationError) as error:
+            raise StoreError(f"{path}: not what `hpcrl store repair` writes ({error})") from error
+    return found
 
 
 def _damage(path: Path, check: Callable[[Path], None]) -> str:
@@ -115,14 +136,13 @@ def _repair(paths: RunPaths, path: Path, damaged: Mapping[Path, str]) -> Repaire
         fresh = [row for row in found.records if row[0].hash not in elsewhere]
         there = elsewhere | {record.hash for record, _, _ in found.records}  # a prompt, say, that lies here twice
         lost = tuple(row for row in all_lost if row.hash not in there)
+        folder = paths.damaged_shards if is_shard else paths.damaged_log
+        folder.mkdir(exist_ok=True)
         shard, rescued = "", 0
         if fresh:
             shard = str(shard_path(paths, number))
             rescued = _write(paths, number, fresh, found.sources)
-        folder = paths.damaged_shards if is_shard else paths.damaged_log
-        folder.mkdir(exist_ok=True)
-        rows = [asdict(row) for row in lost]
-        publish(folder / f"{path.name}.lost.json", json.dumps({"damage": damaged[path], "lost": rows}, indent=1) + "\n")
+        _write_down(folder / path.name, damaged[path], lost)
         path.rename(folder / path.name)
         sync_folder(folder)
         sync_folder(path.parent)
@@ -130,6 +150,28 @@ def _repair(paths: RunPaths, path: Path, damaged: Mapping[Path, str]) -> Repaire
         file=str(path), damage=damaged[path], moved_to=str(folder / path.name), shard=shard, rescued=rescued,
         elsewhere=len(found.records) - len(fresh), lost=lost,
     )  # fmt: skip
+
+
+def _write_down(moved: Path, damage: str, lost: Sequence[Lost]) -> None:
+    rows = [asdict(row) for row in lost]
+    publish(moved.with_name(f"{moved.name}.lost.json"), json.dumps({"damage": damage, "lost": rows}, indent=1) + "\n")
+
+
+def _named(paths: RunPaths) -> list[Lost]:
+    """What records that are there, and the ledger of their trajectories, name, that isn't here or known to be lost."""
+    found: dict[str, str] = {}  # hash -> trajectory
+    with Store(paths) as store:
+        for trajectory in store.names():
+            known = store.rows(trajectory)
+            found |= {row.parent: trajectory for row in known.values() if row.parent and row.parent not in known}
+            found |= {row.root: "" for row in known.values() if row.root and row.root not in store.prompts()}
+        with contextlib.suppress(StoreError):  # a ledger that can't be read: `verify` says so
+            for _, entry in entries(paths):
+                if store.rows(entry.trajectory) and (hash := store.lacking(entry.trajectory, entry.head)):
+                    found.setdefault(hash, entry.trajectory)
+    for row in recorded(paths):
+        found.pop(row.hash, None)
+    return [Lost(trajectory=of, attempt=None, step=None, kind="", hash=hash, sure=False) for hash, of in found.items()]
 
 
 def _lost(said: Mapping[str, Any]) -> Lost:

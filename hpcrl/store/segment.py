@@ -21,10 +21,21 @@ from pathlib import Path
 
 from crc32c import crc32c
 
-from hpcrl.layout import ProcessId, by_name, listed, publish, publishing, read_from, sync_file, sync_folder
-from hpcrl.store.records import FORMAT, FRAME, NewerError, Record, Torn, raw_frame, read_frame
+from hpcrl.layout import (
+    ProcessId,
+    by_name,
+    listed,
+    next_number,
+    numbered,
+    publish,
+    publishing,
+    read_from,
+    sync_file,
+    sync_folder,
+)
+from hpcrl.store.records import FORMAT, FRAME, NewerError, Record, Torn, from_json, raw_frame, read_frame
 from hpcrl.store.remains import find_frame
-from hpcrl.types import StoreError
+from hpcrl.types import StoreError, is_number
 
 logger = logging.getLogger(__name__)
 
@@ -49,14 +60,14 @@ class Header:
 def name_parts(path: Path) -> tuple[str, int]:
     """(node, number) of a segment file's name."""
     node, _, number = path.stem.rpartition("-")
-    if not node or not number.isdigit():
+    if not node or not is_number(number):
         raise StoreError(f"{path}: not a segment's name (<node>-<number>{CLOSED})")
     return node, int(number)
 
 
 def segments(folder: Path, suffix: str, *, anew: bool = False) -> list[Path]:
     """The segments with this suffix, by node and number."""
-    return sorted(listed(folder, f"*-*{suffix}", anew=anew), key=name_parts)
+    return sorted(numbered(folder, suffix, named=True, anew=anew), key=name_parts)
 
 
 def create(folder: Path, node: str, home: Path) -> tuple[Path, int, Header, bytes]:
@@ -66,10 +77,13 @@ def create(folder: Path, node: str, home: Path) -> tuple[Path, int, Header, byte
     """
     last = home / f"{node}.last"
     names = [(place, suffix) for place in {folder, home} for suffix in (OPEN, CLOSED)]
-    taken = [name_parts(path)[1] for place, suffix in names for path in listed(place, f"{node}-*{suffix}")]
+    taken = [path.stem.rpartition("-") for place, suffix in names for path in listed(place, f"*{suffix}")]
+    highest = ""
     with contextlib.suppress(FileNotFoundError):
-        taken.append(int(by_name(last.read_text) or 0))
-    number = max(taken, default=0) + 1
+        highest = by_name(read_from, last, 0).decode(errors="replace").strip()
+        if highest and not is_number(highest):
+            raise StoreError(f"{last}: must hold the highest number that was given on this node, not {highest[:40]!r}")
+    number = next_number((highest, *(number for name, _, number in taken if name == node)))
     publish(last, f"{number}\n")
     path = folder / f"{node}-{number}{OPEN}"
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
@@ -113,10 +127,15 @@ def read_header(path: Path, data: bytes | None = None) -> tuple[Header, int]:
         raise Torn("header cut short")
     if _U32.unpack_from(data, start + size)[0] != crc32c(text):
         raise Torn("header's checksum differs")
-    row = json.loads(text)
-    if row["format"] > FORMAT:
-        raise NewerError(f"{path}: format {row['format']}; this hpcrl reads up to {FORMAT}: use a newer one")
-    return Header(**{**row, "owner": ProcessId(**row["owner"])}), start + size + _U32.size
+    try:
+        row = from_json(text)
+        if row["format"] > FORMAT:
+            raise NewerError(f"{path}: format {row['format']}; this hpcrl reads up to {FORMAT}: use a newer one")
+        return Header(**{**row, "owner": ProcessId(**row["owner"])}), start + size + _U32.size
+    except (LookupError, TypeError, ValueError) as error:
+        if isinstance(error, NewerError):
+            raise
+        raise Torn(f"header makes no sense: {error}") from error
 
 
 def read_segment(path: Path, start: int | None = None) -> Iterator[tuple[int, Record]]:

@@ -29,7 +29,7 @@ import numpy as np
 from crc32c import crc32c
 from numpy.typing import NDArray
 
-from hpcrl.layout import by_name, publishing, write_at
+from hpcrl.layout import by_name, place, publishing, write_at
 from hpcrl.store.pack import Packer
 from hpcrl.store.records import COLUMNS, GENERATED, LENGTH, Kind, NewerError, Record, filler, from_json
 from hpcrl.store.rows import STEPS, Buffer, Row, Table, generated, table, text
@@ -285,6 +285,7 @@ class Shard:
                 return os.pread(self._fd, size, offset)
             except OSError as error:
                 if error.errno != errno.ESTALE or not again:
+                    place(error, self.path)
                     raise
                 self.close()  # a network filesystem says so once; by name it is found
         raise AssertionError
@@ -313,11 +314,19 @@ def parse_directory(path: Path, start: bytes) -> tuple[dict[str, Any], Places]:
     end = size - _CRC.size
     if not _HEAD.size <= end <= len(start) - _CRC.size or crc32c(start[:end]) != _CRC.unpack_from(start, end)[0]:
         raise StoreError(f"{path}: damaged: the checksum of its directory differs")
-    directory: dict[str, Any] = json.loads(start[_HEAD.size : _HEAD.size + length])
-    if directory["schema"] > SCHEMA:
-        raise NewerError(f"{path}: schema {directory['schema']}; this hpcrl reads up to {SCHEMA}: use a newer one")
-    found = directory["datasets"].items()
-    return directory, {name: (offset, count, dtype_of(descr), crc) for name, (offset, count, descr, crc) in found}
+    try:
+        directory: dict[str, Any] = from_json(start[_HEAD.size : _HEAD.size + length])
+        if directory["schema"] > SCHEMA:
+            raise NewerError(f"{path}: schema {directory['schema']}; this hpcrl reads up to {SCHEMA}: use a newer one")
+        places = {name: (*row[:2], dtype_of(row[2]), row[3]) for name, row in directory["datasets"].items()}
+        ends = [offset + count * dtype.itemsize for offset, count, dtype, _ in places.values()]
+        if min(*ends, *(min(row[:2]) for row in places.values())) < 0 or max(ends) > directory["bytes"]:
+            raise ValueError("a dataset lies outside of the file")
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        if isinstance(error, NewerError):
+            raise
+        raise StoreError(f"{path}: damaged: its directory makes no sense: {error}") from error
+    return directory, places
 
 
 def _spread(part: NDArray[Any], lengths: Sequence[int], counts: Sequence[int], name: str) -> NDArray[Any]:

@@ -8,22 +8,45 @@ hash, and the fields that it must have.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
-from hpcrl.layout import RunPaths, is_unreadable, read_json
+from hpcrl.layout import RunPaths, is_unreadable, read_json, strays
+from hpcrl.store.catalog import mendable
 from hpcrl.store.compact import shards
 from hpcrl.store.index import Store
-from hpcrl.store.ledger import entries, lineage, trained_twice
+from hpcrl.store.ledger import entries, lineage, repeats, trained_twice
 from hpcrl.store.records import CHAINED, REQUIRED, REQUIRED_WITHIN, Record, named
+from hpcrl.store.repair import recorded
 from hpcrl.store.rows import Row
 from hpcrl.store.seal import how_to_close, ownerless
 from hpcrl.store.segment import CLOSED, OPEN, segments
 from hpcrl.store.shard import Shard
 from hpcrl.types import StoreError
 
+_T = TypeVar("_T")
 _SHOWN = 20  # of each kind of problem
-_Problems = dict[str, list[str]]  # by kind; a defaultdict
+_FILES = (*(("log", suffix) for suffix in (OPEN, CLOSED)), *(("shards", suffix) for suffix in (".h5", ".claim")))
+_FILES += (("ledger", ".jsonl"), ("progress", ".jsonl"))  # folder of RunPaths, suffix of what lies there
+
+
+class _Problems(defaultdict[str, list[str]]):
+    """By kind. What is missing because of a record that is known to be lost is counted, and no problem."""
+
+    def __init__(self) -> None:
+        super().__init__(list)
+        self.lost: set[str] = set()  # hashes
+        self.recorded = Counter[str]()
+
+    def miss(self, kind: str, text: str, hash: str = "") -> None:
+        if hash not in self.lost:
+            self[kind].append(text)
+        else:
+            self.recorded[kind] += 1
+
+    def count(self, kind: str) -> int:
+        return len(self[kind]) + self.recorded[kind]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,11 +61,14 @@ class VerifyReport:
     open_trajectories: int
     orphans: int  # records of lower attempts, off the chain
     damaged: int  # files and records whose checksum or hash differs
+    strays: int  # files that bear the store's suffixes and are none of its files; nobody opens them
+    lost_recorded: int  # records that `store repair` found lost; what misses these is counted below, and no problem
     missing_contents: int  # of the records read: contents that they name and that aren't here
     missing_parents: int  # records whose parent, or whose root prompt, isn't here
     out_of_order: int  # records acknowledged before their parent
     lacking_fields: int  # of the records read: fields that docs/store-format.md requires
     ledger_entries: int
+    ledger_repeats: int  # of them: of a trajectory that was there already; nobody takes it again
     ledger_heads_missing: int
     ledger_heads_pruned: int  # of trained trajectories that `store prune` removed
     trained_unledgered: int  # trajectories of updates that no ledger names: a ledger's file is gone
@@ -57,12 +83,15 @@ class VerifyReport:
 
 def verify(paths: RunPaths, *, deep: bool = False) -> VerifyReport:
     """Compare records, chains, ledger and progress; with `deep`, read every byte of them."""
-    problems: _Problems = defaultdict(list)
+    problems = _Problems()
     counts = Counter[str]()
     with Store(paths, open_segments=True) as store:
         _files(paths, store, deep, problems)
-        _records(store, deep, problems, counts)
+        lost = _or_damaged(problems, recorded, paths)
+        problems.lost |= {row.hash for row in lost if row.hash}
+        _records(paths, store, deep, problems, counts)
         _training(paths, store, problems, counts)
+        problems["damaged"][:0] = store.damaged.values()  # also what was found on the way
     return VerifyReport(
         shards=len(shards(paths)),
         segments=len(segments(paths.log, CLOSED)) + len(segments(paths.log, OPEN)),
@@ -72,12 +101,15 @@ def verify(paths: RunPaths, *, deep: bool = False) -> VerifyReport:
         open_trajectories=counts["open"],
         orphans=counts["orphans"],
         damaged=len(problems["damaged"]),
-        missing_contents=len(problems["contents"]),
-        missing_parents=len(problems["parents"]),
+        strays=len(problems["strays"]),
+        lost_recorded=len(lost),
+        missing_contents=problems.count("contents"),
+        missing_parents=problems.count("parents"),
         out_of_order=len(problems["order"]),
         lacking_fields=len(problems["lacking"]),
         ledger_entries=counts["ledger"],
-        ledger_heads_missing=len(problems["heads"]),
+        ledger_repeats=counts["repeats"],
+        ledger_heads_missing=problems.count("heads"),
         ledger_heads_pruned=counts["pruned"],
         trained_unledgered=len(problems["unledgered"]),
         updates=counts["updates"],
@@ -87,9 +119,9 @@ def verify(paths: RunPaths, *, deep: bool = False) -> VerifyReport:
 
 
 def _files(paths: RunPaths, store: Store, deep: bool, problems: _Problems) -> None:
-    for text in store.damaged.values():
-        problems["damaged"].append(text)
     problems["damaged"] += [how_to_close(path) for path in ownerless(paths)]
+    for folder, suffix in _FILES:
+        problems["strays"] += strays(getattr(paths, folder), suffix, named=folder == "log")
     for path in shards(paths):
         try:
             with Shard(path) as shard:
@@ -101,17 +133,26 @@ def _files(paths: RunPaths, store: Store, deep: bool, problems: _Problems) -> No
             if isinstance(error, OSError) and not is_unreadable(error):
                 raise
             if path.name not in store.damaged:
-                problems["damaged"].append(str(error))
+                problems["damaged"].append(mendable(error, paths))
 
 
-def _records(store: Store, deep: bool, problems: _Problems, counts: Counter[str]) -> None:
+def _or_damaged(problems: _Problems, read: Callable[[RunPaths], Sequence[_T]], paths: RunPaths) -> Sequence[_T]:
+    """What `read` gives; nothing where that is damaged."""
+    try:
+        return read(paths)
+    except StoreError as error:
+        problems["damaged"].append(str(error))
+        return ()
+
+
+def _records(paths: RunPaths, store: Store, deep: bool, problems: _Problems, counts: Counter[str]) -> None:
     prompts, shared = store.prompts(), set[str]()
     for trajectory in ("", *store.names()):
         try:
             rows = store.rows(trajectory)
             info = store.info(trajectory) if trajectory else None
         except StoreError as error:
-            problems["damaged"].append(str(error))
+            problems["damaged"].append(f"{trajectory or 'prompts and contents'}: {mendable(error, paths)}")
             continue
         shared = shared if trajectory else set(rows)
         counts["records"] += len(rows)
@@ -121,11 +162,11 @@ def _records(store: Store, deep: bool, problems: _Problems, counts: Counter[str]
             label = f"{row.kind.name} {row.hash} of {trajectory or 'all'}"
             if deep:
                 counts["read"] += 1
-                for kind, text in _read(store, trajectory, row, label, shared):
-                    problems[kind].append(text)
+                for kind, *said in _read(paths, store, trajectory, row, label, shared):
+                    problems.miss(kind, *said)
             for name, hash, known in (("parent", row.parent, rows), ("root", row.root, prompts)):
                 if hash and hash not in known:
-                    problems["parents"].append(f"{label}: its {name} {hash} is missing")
+                    problems.miss("parents", f"{label}: its {name} {hash} is missing", hash)
             parent = rows.get(row.parent)
             together = parent is not None and row.kind in CHAINED and parent.node == row.node
             if together and parent and (parent.segment, parent.offset) > (row.segment, row.offset):
@@ -134,13 +175,19 @@ def _records(store: Store, deep: bool, problems: _Problems, counts: Counter[str]
 
 def _training(paths: RunPaths, store: Store, problems: _Problems, counts: Counter[str]) -> None:
     """What was trained, against what is there."""
-    ledger, updates = entries(paths), lineage(paths)
-    trained = {trajectory for row in updates for trajectory in row.trajectories} if read_json(paths.pruned) else ()
+    ledger, updates = _or_damaged(problems, entries, paths), _or_damaged(problems, lineage, paths)
+    pruned = _or_damaged(problems, lambda paths: [*(read_json(paths.pruned) or ())], paths)
+    trained = {trajectory for row in updates for trajectory in row.trajectories} if pruned else ()
     for position, entry in ledger:
         if entry.trajectory in trained and not store.rows(entry.trajectory):
             counts["pruned"] += 1
-        elif not store.complete(entry.trajectory, entry.head):
-            problems["heads"].append(f"ledger {position}: head {entry.head} of {entry.trajectory} is missing")
+            continue
+        lacking = store.lacking(entry.trajectory, entry.head)
+        if lacking or not entry.head:
+            what = f"head {entry.head}" if lacking == entry.head else f"before head {entry.head}: {lacking}"
+            text = f"ledger {position}: {what} of {entry.trajectory} is missing"
+            problems.miss("heads", text, lacking)
+    counts["repeats"] = len(repeats(ledger))
     ledgered = {entry.trajectory for _, entry in ledger}
     for update in updates:
         for trajectory in sorted({*update.trajectories} - ledgered):
@@ -150,12 +197,14 @@ def _training(paths: RunPaths, store: Store, problems: _Problems, counts: Counte
     counts.update(ledger=len(ledger), updates=sum(bool(row.trajectories) for row in updates))
 
 
-def _read(store: Store, trajectory: str, row: Row, label: str, shared: set[str]) -> Iterator[tuple[str, str]]:
-    """(kind, text) of what is wrong with one record itself."""
+def _read(
+    paths: RunPaths, store: Store, trajectory: str, row: Row, label: str, shared: set[str]
+) -> Iterator[tuple[str, ...]]:
+    """(kind, text) of what is wrong with one record itself, and the hash of what it misses."""
     try:
         record = store.record(trajectory, row.hash)
     except (StoreError, OSError) as error:
-        yield "damaged", str(error)
+        yield "damaged", f"{label}: {mendable(error, paths)}"
         return
     if record.true_hash != row.hash:
         yield "damaged", f"{label}: its hash differs, {record.true_hash}"
@@ -163,7 +212,7 @@ def _read(store: Store, trajectory: str, row: Row, label: str, shared: set[str])
         yield "lacking", f"{label}: no field {key}"
     for hash in named(record.meta):
         if hash[:32] not in shared:
-            yield "contents", f"{label}: the content {hash} that it names is missing"
+            yield "contents", f"{label}: the content {hash} that it names is missing", hash[:32]
 
 
 def missing(record: Record) -> list[str]:

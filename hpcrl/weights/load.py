@@ -11,7 +11,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
 from hpcrl.layout import RunPaths
-from hpcrl.types import StoreError
+from hpcrl.types import StoreError, is_number
 from hpcrl.weights.manifest import MANIFEST, PROBE, Manifest, hash_file, read_manifest
 
 
@@ -29,7 +29,7 @@ def newest(paths: RunPaths, count: int | None = None) -> list[int]:
     found = [
         int(path.name[1:])
         for path in paths.weights.glob("v*")
-        if path.name[1:].isdigit() and (path / MANIFEST).is_file()
+        if is_number(path.name[1:]) and (path / MANIFEST).is_file()
     ]
     return sorted(found, reverse=True)[:count]
 

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from hpcrl.layout import RunPaths, listed, publish, publishing, sync_folder
-from hpcrl.types import StoreError
+from hpcrl.types import StoreError, is_number
 from hpcrl.weights.load import Probe, newest
 from hpcrl.weights.manifest import (
     MANIFEST,
@@ -46,7 +46,7 @@ def next_version(paths: RunPaths) -> int:
         for torn in listed(paths.weights, "v*", anew=True):
             if not listed(torn, MANIFEST, anew=True):  # else it is whole, and this node knew it not
                 shutil.rmtree(torn)
-    numbers = [int(path.name[1:]) for path in listed(paths.weights, "v*", anew=True) if path.name[1:].isdigit()]
+    numbers = [int(path.name[1:]) for path in listed(paths.weights, "v*", anew=True) if is_number(path.name[1:])]
     return max(numbers, default=-1) + 1
 
 

@@ -16,6 +16,7 @@ import shutil
 import socket
 import stat
 import subprocess
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -175,13 +176,15 @@ def _start_of(pid: int) -> int | None:
 
 
 def by_name(call: Callable[..., _T], *args: Any) -> _T:
-    """`call(*args)`, which finds a file by its name; once more where a network filesystem says ESTALE: it says so once
-    for a name that came to mean another file."""
-    try:
-        return call(*args)
-    except OSError as error:
-        if error.errno != errno.ESTALE:
-            raise
+    """`call(*args)`, which finds a file by its name; again where a network filesystem says ESTALE: it says so once for a
+    name that came to mean another file, and again where that happens several times a second."""
+    for pause_s in (0.0, 0.05, 0.2, 0.8):
+        try:
+            return call(*args)
+        except OSError as error:
+            if error.errno != errno.ESTALE:
+                raise
+        time.sleep(pause_s)
     return call(*args)
 
 

@@ -44,7 +44,7 @@ def test_stop_and_resume_then_kill_all_and_resume(
     at.mkdir(), site.mkdir()
     run = at / "run"
     (site / "sitecustomize.py").write_text(NAMESPACE)
-    config = write_config(tmp_path, tiny_model, updates=7, tasks=4)
+    config = write_config(tmp_path, tiny_model, updates=25, tasks=4)
     with slow_mounts(tmp_path) as (a, b):
         for name, value in {"SLOW_AT": at, "SLOW_CONTROL": b, "SLOW_OTHERS": a}.items():
             monkeypatch.setenv(name, str(value))
@@ -87,5 +87,5 @@ def _train_stop_break_resume(run: Path, config: Path) -> None:
         there = {*store.prompts(), *(hash for name in store.names() for hash in store.rows(name))}
     assert len(acknowledged) > 100 and not acknowledged - there
     rows = [update for update in lineage(RunPaths.of(run)) if update.trajectories]
-    assert [update.update for update in rows] == list(range(1, 12))
-    assert len({update.version for update in rows if update.version >= 0}) == 8
+    assert [update.update for update in rows] == list(range(1, 30))
+    assert len({update.version for update in rows if update.version >= 0}) == 26

@@ -176,8 +176,8 @@ def _start_of(pid: int) -> int | None:
 
 
 def by_name(call: Callable[..., _T], *args: Any) -> _T:
-    """`call(*args)`, which finds a file by its name; again where a network filesystem says ESTALE: it says so once for a
-    name that came to mean another file, and again where that happens several times a second."""
+    """`call(*args)`, which finds a file by its name; again where a network filesystem says ESTALE: it says so once for
+    a name that came to mean another file, and again where that happens several times a second."""
     for pause_s in (0.0, 0.05, 0.2, 0.8):
         try:
             return call(*args)

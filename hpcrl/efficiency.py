@@ -154,7 +154,7 @@ def lives(paths: RunPaths, config: Config) -> tuple[list[Life], str, str]:
     for record in _records(paths):
         same = [
             job for job in jobs
-            if (job.role, job.index, job.id.partition(".")[0]) == (record["role"], record["index"], record["job"])
+            if (job.role, job.index, job.id) == (record["role"], record["index"], record["job"])
         ]  # fmt: skip
         if same:  # the same id twice: locally, pids come back
             by_then = [job for job in same if job.wall <= record["began"] + 1.0]

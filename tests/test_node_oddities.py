@@ -14,10 +14,11 @@ from drill_parts import CONFIG
 from run_parts import HPCRL
 from store_parts import run_folder
 
+from hpcrl import launch
 from hpcrl.config import Config
 from hpcrl.layout import publish_json, read_json
 from hpcrl.types import ConfigError
-from hpcrl.workers.guest import Guest, versions
+from hpcrl.workers.guest import Guest, security, versions
 
 
 @pytest.mark.timeout(600)
@@ -39,6 +40,8 @@ def test_a_bare_environment(tmp_path: Path, tiny_model: Path) -> None:
 
 def test_another_version_of_a_library_is_refused_by_name(tmp_path: Path) -> None:
     paths = run_folder(tmp_path / "run")
+    launch.make_certificate(paths)
+    ssl = security(paths).get_listen_args("scheduler")["ssl_context"]
     config = Config.model_validate({"phase": [{"name": "p", "trajectories": 2, "group_size": 2}]})
 
     async def call(*_: object) -> None:
@@ -51,7 +54,7 @@ def test_another_version_of_a_library_is_refused_by_name(tmp_path: Path) -> None
         await Guest(paths, config, "host", call, nthreads=1, local=tmp_path).serve()
 
     async def main() -> None:
-        async with await asyncio.start_server(lambda *_: None, "127.0.0.1", 0) as server:
+        async with await asyncio.start_server(lambda *_: None, "127.0.0.1", 0, ssl=ssl) as server:
             await join(server)
 
     ours = rf"python {sys.version_info[0]}\.{sys.version_info[1]}"

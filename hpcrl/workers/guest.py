@@ -49,6 +49,7 @@ DASK = {
 
 def configure_dask() -> None:
     dask.config.set(DASK)
+    logging.getLogger("distributed").setLevel(logging.WARNING)  # who came and went, we say ourselves
 
 
 def versions() -> dict[str, str]:
@@ -91,6 +92,7 @@ class Guest:
     ) -> None:
         self._paths, self._config, self._name = paths, config, name
         self._call, self._nthreads, self._local = call, nthreads, local
+        self._security = security(paths)
         self.stop = asyncio.Event()
         self.worker: Worker | None = None
 
@@ -102,7 +104,7 @@ class Guest:
                 logger.warning("no control for %g s: this process ends", self._config.launch.control_timeout_s)
                 return
             scheduler = read_json(self._paths.scheduler)
-            if scheduler is None or not await _listens(scheduler["address"]):
+            if scheduler is None or not await _listens(scheduler["address"], self._security):
                 await self._pause(min(1.0, self._config.store.poll_s))
                 continue
             if others := [f"{name} {found}" for name, found in versions().items() if found != scheduler[name]]:
@@ -113,7 +115,7 @@ class Guest:
             try:
                 worker = Worker(
                     scheduler["address"], nthreads=self._nthreads, name=f"{self._name}-{os.getpid()}",
-                    security=security(self._paths), memory_limit=0, host=host_of(self._config), dashboard=False,
+                    security=self._security, memory_limit=0, host=host_of(self._config), dashboard=False,
                     port=self._config.launch.ports.replace("-", ":"), local_directory=str(self._local),
                     death_timeout=15,
                 )  # fmt: skip
@@ -162,12 +164,13 @@ def ahead(concurrent: int) -> int:
     return concurrent + max(1, concurrent // 4)
 
 
-async def _listens(address: str) -> bool:
-    """Whether anyone is there: a scheduler that was killed leaves its address behind."""
+async def _listens(address: str, secure: Security) -> bool:
+    """Whether the scheduler is there: one that was killed leaves its address behind."""
     host, port = parse_host_port(address.partition("://")[2])
+    ssl = secure.get_connection_args("worker")["ssl_context"]
     try:
-        async with asyncio.timeout(2):
-            _, writer = await asyncio.open_connection(host, port)
+        async with asyncio.timeout(5):
+            _, writer = await asyncio.open_connection(host, port, ssl=ssl)
     except (OSError, TimeoutError):
         return False
     writer.close()

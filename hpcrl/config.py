@@ -178,6 +178,12 @@ class Slurm(Table):
                 raise ValueError(f"directives: {line!r} can't be given, it is hpcrl's to set")
         return self
 
+    @property
+    def ahead_s(self) -> int:
+        """How long before its end a job's successor begins; 0 where that would be nearly all the time."""
+        ahead_s = self.signal_s + self.lead_s
+        return ahead_s if 2 * ahead_s < seconds_of(self.time) else 0
+
 
 SlurmHere = dict[str, Any]  # some keys of Slurm
 
@@ -337,6 +343,8 @@ class Config(Table):
     @model_validator(mode="after")
     def _budget(self) -> Config:
         gpus = self.learner.gpus + sum(pool.gpus for pool in self.rollout)
+        if self.learner.idle_s and self.launch.fleet == "presubmitted":
+            raise ValueError("learner.idle_s: is of no use where launch.fleet is presubmitted")
         if self.launch.executor == "slurm" and gpus and not self.launch.gpu_hours:
             raise ValueError("launch.gpu_hours: is 0; jobs that follow one another need a budget of GPU-hours")
         return self

@@ -14,7 +14,6 @@ import contextlib
 import errno
 import json
 import logging
-import math
 import re
 import shutil
 import subprocess
@@ -143,7 +142,8 @@ class Driver:
         self._last = next((row for row in reversed(rows) if row.trajectories), None)
         self._rates: deque[tuple[float, float, float, int]] = deque(maxlen=30)  # time, tokens, busy s, updates
         self._receipts = 0
-        self._busy_at = -math.inf  # when the learner had something to do
+        self._begun = False  # there has been something for a learner
+        self._busy_at = time.monotonic()  # when there was last
         self._outcome = asyncio.Event()
         self._reason = ""
         self._tasks: asyncio.TaskGroup
@@ -462,7 +462,7 @@ class Driver:
         while True:
             self._read_progress()  # first: a learner that is done has ended, not died
             if self._config.launch.executor == "slurm":
-                self._let_the_learner_rest(time.monotonic())
+                self._spare_the_learner(time.monotonic())
             try:
                 outcome = await self._fleet.ensure()
             except HpcrlError as error:
@@ -478,19 +478,19 @@ class Driver:
                     self._handle(f.SandboxLeft(sandbox=role["address"]))
             await asyncio.sleep(1.0)
 
-    def _let_the_learner_rest(self, now: float) -> None:
+    def _spare_the_learner(self, now: float) -> None:
         """Its nodes are not to stand idle: it is submitted when there are rollouts, or something to train, and released
         when there has been nothing to train for long."""
-        if self.flow.update_waits:
+        waits = self.flow.update_waits
+        self._begun = self._begun or waits or any(node.ready for node in self.flow.nodes.values())
+        if waits or not self._begun:
             self._busy_at = now
-        begun = math.isfinite(self._busy_at) or any(node.ready for node in self.flow.nodes.values())
         idle_s = self._config.learner.idle_s
-        if begun and not math.isfinite(self._busy_at):
-            self._busy_at = now
-        rests = not begun or (idle_s > 0 and now - self._busy_at > idle_s)
-        if rests and begun and "learner" not in self._fleet.resting:
+        idle = idle_s > 0 and now - self._busy_at > idle_s
+        if idle and not self._fleet.released:
             logger.info("nothing to train for %g s (learner.idle_s): the learner's job is released", idle_s)
-        (self._fleet.resting.add if rests else self._fleet.resting.discard)("learner")
+        self._fleet.held = {"learner"} if idle or not self._begun else set()
+        self._fleet.released = {"learner"} if idle else set()
 
     async def _tick(self) -> None:
         while True:

@@ -37,6 +37,10 @@ from hpcrl.types import StoreError
 
 USES = ("learning", "generating", "retry", "weight_sync", "saving", "starting", "waiting", "gaps", "unknown")
 _WORK = {"rollout": "generating", "learner": "learning"}
+RECORDED = {
+    "role", "index", "pool", "job", "life", "rank", "node", "began", "wall", "seconds", "ended", "cpu_s", "peak_bytes",
+    "generated", "units",
+}  # fmt: skip
 Record = Mapping[str, Any]  # what telemetry.Usage wrote
 
 
@@ -161,6 +165,8 @@ def lives(paths: RunPaths, config: Config) -> tuple[list[Life], str, str]:
             mine[(by_then or same[:1])[-1].key].append(record)
     found = []
     for job in jobs:
+        if config.launch.fleet == "presubmitted" and not mine[job.key]:
+            continue  # its turn never came
         walls = [row["wall"] for row in ends if row["id"] == job.id and row["role"] == job.role]
         walls = [wall for wall in walls if wall >= job.wall]
         account = kept.get(job.id) if job.executor == "slurm" else None
@@ -176,7 +182,7 @@ def _records(paths: RunPaths) -> list[Record]:
             row = read_json(path)
         except StoreError:
             continue
-        if row is not None and row.keys() >= {"job", "role", "index", "rank", "seconds", "units"}:
+        if row is not None and row.keys() >= RECORDED:
             found.append(row)
     return found
 

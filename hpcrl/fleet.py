@@ -12,9 +12,10 @@ from collections import Counter
 from collections.abc import Sequence
 
 from hpcrl import launch
-from hpcrl.config import Config, seconds_of
+from hpcrl.config import Config
 from hpcrl.launch import Job, Role, SlurmError, State, local, newest, record, submit_async
 from hpcrl.layout import RunPaths, publish_json
+from hpcrl.node import job_id
 from hpcrl.types import HpcrlError
 
 logger = logging.getLogger(__name__)
@@ -41,8 +42,10 @@ class Fleet:
         self._failures: Counter[str] = Counter()  # of jobs, by node
         paths.excluded.unlink(missing_ok=True)
         self.done: set[Role] = set()  # roles whose work is over: not replaced
-        self.resting: set[Role] = set()  # roles that have nothing to do for now: told to leave, not submitted
+        self.held: set[Role] = set()  # roles that have nothing to do for now: not submitted
+        self.released: set[Role] = set()  # of these, those whose jobs are told to leave
         self._jobs = [job for job in launch.jobs(paths) if job.role != "control"]  # all that may still live
+        self._submitted_ahead: list[Job] = []
         self.states: dict[str, State] = {}  # by job's key, as last seen
         self.ended: set[str] = set()  # keys of jobs that surely have ended
         self.gpu_s = gpu_s  # GPU-seconds that jobs have had
@@ -79,6 +82,7 @@ class Fleet:
         if since_s < self._look_s:
             return None
         self._looked = now
+        self._take_note()
         try:
             await self._look(self._jobs)
         except SlurmError as error:
@@ -86,10 +90,12 @@ class Fleet:
             return None
         if reason := self._over_budget(since_s):
             return f"failed: {reason}"
-        if reason := self._is_at_its_end():
-            logger.warning("%s: the run stops; `hpcrl resume %s` goes on", reason, self._paths.root)
-            return "stopped"
+        if end := self._end_of_all():
+            logger.warning("the run ends: %s", end)
+            return end
         if self._config.launch.fleet == "presubmitted":
+            self._leaving = [job for job in self._jobs if job.role in self.done and self._is_pending(job)]
+            await self._send_away()
             return None
         await self._send_away()
         for (role, index), job in list(self.wanted.items()):
@@ -99,11 +105,11 @@ class Fleet:
             if job is not None and role == "learner" and self._lost_a_rank(job):
                 logger.warning("a rank of job %s (learner) is gone: ending the others", job.id)
                 launch.send([job], signal.SIGKILL)
-            if role in self.resting:
-                if job is not None and state is not None and state.alive:
-                    self._leaving.append(job)
-                else:
+            if role in self.held:
+                if state is None or not state.alive:
                     self.wanted[role, index] = None
+                elif role in self.released and job is not None:
+                    self._leaving.append(job)
                 continue
             ends = state is not None and state.alive and self._ends_soon(role, index, state)
             if role in self.done or now < self._not_before.get((role, index), 0):
@@ -119,6 +125,12 @@ class Fleet:
             if not await self._submit(role, index, now):
                 break
         return None
+
+    def _take_note(self) -> None:
+        """Of jobs that were submitted ahead some may have come after this control began."""
+        if self._config.launch.fleet == "presubmitted":
+            self._submitted_ahead = [job for job in launch.jobs(self._paths) if job.role != "control"]
+            self._jobs = [job for job in self._submitted_ahead if job.key not in self.ended]
 
     async def _submit(self, role: Role, index: int, now: float) -> bool:
         """Whether it was taken. Raises HpcrlError when it is refused for good: for `launch.control_timeout_s` where it
@@ -163,16 +175,22 @@ class Fleet:
             return None
         return f"launch.gpu_hours: the budget of {budget:g} GPU-hours is used up"
 
-    def _is_at_its_end(self) -> str:
-        """Why the whole run can't go on much longer, if it can't."""
+    def _end_of_all(self) -> str:
+        """The outcome of a run that can't go on: its only allocation ends, or a pool has had all its jobs; else ""."""
         if self._config.launch.executor == "steps":
             ends = [state.left_s for state in self.states.values() if state.alive and state.left_s is not None]
             near = bool(ends) and min(ends) < self._config.slurm_of("control", 0).signal_s
-            return "the time of this allocation is nearly over" if near else ""
+            return "stopped: the time of this allocation is nearly over" if near else ""
         if self._config.launch.fleet == "presubmitted":
-            missing = {role for role, _ in self.wanted} - {job.role for job in self._jobs} - self.done
-            return f"{'; '.join(sorted(missing))}: the jobs that were submitted ahead are used up" if missing else ""
+            last = {self._pool(job): job for job in self._submitted_ahead if job.role not in self.done}
+            for pool in last.keys() - {self._pool(job) for job in self._jobs}:
+                failed = self.states[last[pool].key].name in FAILED
+                return f"{'failed' if failed else 'stopped'}: {pool}: the jobs that were submitted ahead are used up"
         return ""
+
+    def _pool(self, job: Job) -> str:
+        table = self._config.pool(job.role, job.index) if job.role in ("rollout", "sandbox") else None
+        return f"{job.role} pool {table.name}" if table is not None else job.role
 
     def _ends_soon(self, role: Role, index: int, state: State) -> bool:
         """Whether a job's successor should be on its way: of those that several may be of at once."""
@@ -183,9 +201,7 @@ class Fleet:
             or state.name != "RUNNING"
         ):
             return False
-        asked = self._config.slurm_of(role, index)
-        ahead_s = asked.signal_s + asked.lead_s
-        return state.left_s < ahead_s and 2 * ahead_s < seconds_of(asked.time)
+        return state.left_s < self._config.slurm_of(role, index).ahead_s
 
     def is_told(self, job: str) -> bool:
         """Whether a job (its id) has been told by now that its end is near."""
@@ -237,6 +253,8 @@ class Fleet:
         if self._submitting is not None:  # one may be on its way
             with contextlib.suppress(HpcrlError):
                 self._jobs.append(await self._submitting)
+        mine = job_id()  # control's successors have nothing to do any more
+        self._jobs += [job for job in launch.jobs(self._paths) if job.role == "control" and job.id != mine]
         living = await self._alive(self._jobs)
         for step, wait_s in ((None, grace_s), (signal.SIGTERM, grace_s), (signal.SIGKILL, 5.0)):
             left = await self._alive(living)

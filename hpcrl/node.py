@@ -73,14 +73,14 @@ def ends_at(config: Config, role: str, index: int) -> float:
     """When this process's allocation ends, in seconds since the epoch: as Slurm's environment says, else scontrol, else
     by the limit that was asked for, from now on. Infinite outside of one."""
     job = os.environ.get("SLURM_JOB_ID", "")
-    if not job:
+    if not job or config.launch.executor != "slurm":  # of an allocation that is around all roles control sees the end
         return math.inf
     if (given := os.environ.get("SLURM_JOB_END_TIME", "")).isdecimal():  # since 23.02
         return float(given)
     said = _scontrol("job", job, "EndTime")
     with contextlib.suppress(ValueError):
         return time.mktime(time.strptime(said, "%Y-%m-%dT%H:%M:%S"))
-    if config.launch.executor != "slurm" or said == "Unknown":
+    if said == "Unknown":
         return math.inf
     return time.time() + seconds_of(config.slurm_of(role, index).time)
 
@@ -146,8 +146,11 @@ def _slurm_address() -> str:
 def _scontrol(what: str, name: str, field: str) -> str:
     """A field of what scontrol shows of a node or job; "" when it doesn't say."""
     command = ("scontrol", "--oneliner", "show", what, name)
+    environment = {key: value for key, value in os.environ.items() if key != "SLURM_TIME_FORMAT"} | {"LC_ALL": "C"}
     try:
-        said = subprocess.run(command, capture_output=True, text=True, timeout=SCONTROL_S, check=True).stdout
+        said = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=SCONTROL_S, check=True
+        ).stdout
     except (OSError, subprocess.SubprocessError) as error:
         logger.warning("%s: %s", " ".join(command), error)
         return ""

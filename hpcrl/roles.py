@@ -10,6 +10,7 @@ import ctypes
 import faulthandler
 import functools
 import logging
+import math
 import os
 import signal
 import sys
@@ -19,10 +20,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from hpcrl import launch
 from hpcrl.config import Config, load_resolved
 from hpcrl.launch import node_environment, submit_async
 from hpcrl.launch.watch import ControlWatch
-from hpcrl.layout import RunPaths, boot_id, node_name, publish_json, read_json
+from hpcrl.layout import RunPaths, boot_id, listed, node_name, publish_json, read_json
 from hpcrl.node import (
     CLOSING_S,
     asked,
@@ -43,6 +45,7 @@ from hpcrl.types import ConfigError, HpcrlError
 logger = logging.getLogger(__name__)
 
 STUCK_S = 120.0
+DAY_S = 86400.0
 LONG_S = 600.0  # a control that lived for so long dies for the first time
 
 
@@ -55,7 +58,7 @@ def run_role(root: str, role: str, index: int, control_number: int) -> None:
     die_with_parent()
     start_logging(paths.logs, f"{role}-{index}" if role != "learner" else f"learner-r{task_rank()}", job)
     logger.info("%s-%d starts as job %s, pid %d", role, index, job, os.getpid())
-    if config.launch.fleet == "presubmitted" and paths.stopped.exists():
+    if config.launch.fleet == "presubmitted" and listed(paths.control, paths.stopped.name, anew=True):
         logger.info("the run has ended: nothing is left to do")
         return
     with _usage(paths, config, role, index) as usage:
@@ -157,7 +160,11 @@ async def control(paths: RunPaths, config: Config) -> None:
             def leave() -> None:
                 nonlocal told
                 told = True
-                driver.leave()
+                me = next((job for job in launch.jobs(paths) if job.role == "control" and job.id == job_id()), None)
+                if config.launch.fleet == "presubmitted" and (me is None or launch.successor(paths, me) is None):
+                    driver.stop()  # nobody would go on with it
+                else:
+                    driver.leave()
 
             # Slurm's SIGTERM means this job alone: who wants the run to end leaves a command.
             # The end of an allocation that all roles share is the run's, for now.
@@ -238,14 +245,22 @@ async def rollout(paths: RunPaths, config: Config, index: int, usage: Usage) -> 
     leaving: set[asyncio.Task[None]] = set()
 
     ends = ends_at(config, "rollout", index)
+    if math.isfinite(ends):
+        os.environ["SLURM_JOB_END_TIME"] = f"{ends:.0f}"  # for the hosts
 
     def leave() -> None:
         if not leaving:
-            within_s = min(ends - time.time(), config.slurm_of("rollout", index).signal_s) - CLOSING_S
+            within_s = min(ends - time.time(), DAY_S) - CLOSING_S
             leaving.add(asyncio.create_task(supervisor.leave(max(1.0, within_s))))
 
+    def leave_now() -> None:
+        """Told by Slurm: there may be less time than until the limit."""
+        within_s = max(1.0, config.slurm_of("rollout", index).signal_s - CLOSING_S)
+        asyncio.get_running_loop().call_later(within_s, supervisor.stop.set)
+        leave()
+
     supervisor.on_leave = leave
-    on_signal(supervisor.stop.set, leave)
+    on_signal(supervisor.stop.set, leave_now)
     lost = asyncio.create_task(_end_without_control(ControlWatch(paths, config), supervisor.stop))
     try:
         await supervisor.run()
@@ -407,7 +422,7 @@ def main(what: str, root: str, name: str = "", *numbers: str) -> None:
         start_logging(paths.logs, "control-0", job_id())
         asyncio.run(control(paths, load_resolved(paths.config)))
     elif what == "submit":
-        from hpcrl import launch, roles
+        from hpcrl import roles
 
         # By the module's own name: as __main__ the job could not find it.
         index, control_number, after = int(numbers[0]), int(numbers[1]), "".join(numbers[2:])

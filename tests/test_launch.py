@@ -465,23 +465,27 @@ async def test_a_role_that_rests_is_told_to_leave_and_comes_back(
     command: Callable[[str, str], Path], tmp_path: Path
 ) -> None:
     cluster = Cluster(tmp_path, command, gpu_hours=9)
-    cluster.fleet.resting.add("learner")
+    cluster.fleet.held.add("learner")
     await cluster.ensure()
     assert launch.newest(cluster.paths, "learner") is None
-    cluster.fleet.resting.clear()
+    cluster.fleet.held.clear()
     cluster.all_run()
     await cluster.ensure()
     first = launch.newest(cluster.paths, "learner")
     assert first is not None
     cluster.all_run()
-    cluster.fleet.resting.add("learner")
+    cluster.fleet.held.add("learner")
+    await cluster.ensure()
+    await cluster.ensure()
+    assert not cluster.cancelled.read_text(), "it is only not submitted"
+    cluster.fleet.released.add("learner")
     for _ in range(2):
         await cluster.ensure()
     assert f"--signal=USR2 --state=RUNNING {first.id}\n" in cluster.cancelled.read_text()
     cluster.all_run(**{f"_{first.id}": "COMPLETED|0:00|n1"})
     await cluster.ensure()
     assert launch.newest(cluster.paths, "learner") == first and not cluster.fleet.restarts
-    cluster.fleet.resting.clear()
+    cluster.fleet.held.clear()
     await cluster.ensure()
     assert launch.newest(cluster.paths, "learner") != first and not cluster.fleet.restarts
 

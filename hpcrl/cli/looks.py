@@ -116,8 +116,10 @@ def full_status(paths: RunPaths) -> dict[str, Any]:
         "evaluations": {},
     }
     jobs: list[dict[str, Any]] = []
+    found: list[launch.Job] | None = None
     with passing_over(paths.jobs):
         found = launch.jobs(paths)
+    if found:
         try:
             ended = {job.key: launch.State(alive=False, name="ENDED") for job in found}
             states = ended if launch.at_rest(paths) else launch.look(found)
@@ -128,6 +130,7 @@ def full_status(paths: RunPaths) -> dict[str, Any]:
     stopped = read_json(paths.stopped)
     if (
         stopped is None
+        and found is not None
         and row["state"] == "running"
         and not any(job["alive"] for job in jobs if job["role"] == "control")
     ):

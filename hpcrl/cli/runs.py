@@ -16,7 +16,7 @@ from typing import Annotated
 import typer
 
 from hpcrl import config, launch
-from hpcrl.cli.common import ConfigFile, RunFolder, Sets, fail
+from hpcrl.cli.common import ConfigFile, RunFolder, Sets, fail, refuse_running
 from hpcrl.cli.looks import heartbeat, print_summary
 from hpcrl.config import Config
 from hpcrl.layout import RunPaths, publish, publish_json, read_json
@@ -91,6 +91,8 @@ def resume(
     running = launch.current(paths)
     if running is not None and launch.alive(running):
         raise ConfigError(f"{run}: is running (job {running.id}); watch it with `hpcrl watch {run}`")
+    if settings.launch.fleet == "presubmitted":
+        refuse_running(paths)  # they would be doubled
     stopped = read_json(paths.stopped)
     if stopped and stopped.get("outcome") == "done":
         print(f"{run}: is done; nothing to resume")
@@ -124,6 +126,7 @@ def stop(run: RunFolder) -> None:
         until = time.monotonic() + STOP_S
         while launch.alive(control) and time.monotonic() < until:
             time.sleep(look_s(paths))
+            control = launch.current(paths)  # the next, where it was about to hand over
     if launch.alive(control) and read_json(paths.stopped) is None:
         publish_json(paths.stopped, {"outcome": "stopped", "wall": time.time()})  # it hangs: not to be started again
     left = end_jobs(paths)
@@ -187,6 +190,8 @@ def check(settings: Config) -> None:
     if settings.launch.executor == "steps":
         for role, index in launch.wanted(settings):
             launch.steps.allocation_of(settings, role, index)
+        if settings.slurm.modules or settings.slurm.setup:
+            print("slurm.modules, slurm.setup: not for steps, which have what this shell has", file=sys.stderr)
     if settings.store.durability == "local":
         print("store.durability = local: the latest steps of a node that is lost are lost with it", file=sys.stderr)
     free, needed = free_ports(settings), ports_needed(settings)
@@ -335,7 +340,7 @@ def end_jobs(paths: RunPaths) -> int:
     """End whatever of a run still lives; how many jobs that were."""
     alive = launch.living(paths)
     launch.send(alive, signal.SIGTERM)
-    until = time.monotonic() + 15
+    until = time.monotonic() + (15 if all(job.executor == "local" for job in alive) else 60)
     left = alive
     while left and time.monotonic() < until:
         time.sleep(look_s(paths))

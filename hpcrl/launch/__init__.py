@@ -7,9 +7,9 @@ that a job shares neither the terminal's signals nor the environment of whoever 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import json
-import math
 import os
 import signal
 import subprocess
@@ -51,8 +51,8 @@ def current(paths: RunPaths, role: Role = "control") -> Job | None:
 def successor(paths: RunPaths, before: Job) -> Job | None:
     """The job that was submitted to follow that one, if any was by now."""
     found = [job for job in jobs(paths) if (job.role, job.index) == (before.role, before.index)]
-    later = [job for job in found if job.wall > before.wall]
-    return later[0] if later else None
+    keys = [job.key for job in found]
+    return next(iter(found[keys.index(before.key) + 1 :]), None) if before.key in keys else None
 
 
 def living(paths: RunPaths) -> list[Job]:
@@ -83,33 +83,37 @@ def _by_executor(jobs: Iterable[Job]) -> dict[str, list[Job]]:
 
 
 def start(paths: RunPaths, config: Config) -> Job:
-    """Submit control, which submits the rest; or, where it may not, every job and those that are to follow it, control
-    last: it knows the jobs that were there before it. Returns control's first. Raises HpcrlError, and leaves nothing,
-    when one is refused."""
+    """Submit control, which submits the rest. Where it may not: every job, and those that are to follow it.
+
+    Returns control's first job. Raises HpcrlError when one is refused; those before it are cancelled.
+    """
+    control = submit(paths, "control")
     if config.launch.fleet == "live":
-        return submit(paths, "control")
-    submitted: list[Job] = []
+        return control
+    submitted = [control]
     number = next_number(path.stem for path in listed(paths.ledger, "*.jsonl"))  # of the control to come
     try:
-        for role, index in reversed(wanted(config)):
-            before = None
-            for _ in range(config.launch.lives):
-                before = submit(paths, role, index, number, after=_turn(config, before))
+        for role, index in wanted(config):
+            before = control if role == "control" else None
+            for _ in range(config.launch.lives - (role == "control")):
+                # Before there is a control it would wait for one, on its nodes.
+                after = f"after:{control.id}" if before is None else _turn(config, before)
+                before = submit(paths, role, index, number, after=after)
                 submitted.append(before)
     except BaseException:
-        send(submitted, signal.SIGKILL)
+        with contextlib.suppress(SlurmError):
+            send(submitted, signal.SIGKILL)
         raise
-    return submitted[-config.launch.lives]
+    return control
 
 
-def _turn(config: Config, before: Job | None) -> str:
-    """When the job that follows may begin: a while before that one's time is over, where two may be at once."""
-    if before is None:
-        return ""
+def _turn(config: Config, before: Job) -> str:
+    """When the job that follows may begin: when that one has ended; or a while before, where two may be at once."""
     asked = config.slurm_of(before.role, before.index)
-    ahead_s, limit_s = asked.signal_s + asked.lead_s, seconds_of(asked.time)
-    overlaps = before.role in ("rollout", "sandbox") and 2 * ahead_s < limit_s < math.inf
-    return f"after:{before.id}+{int((limit_s - ahead_s) // 60)}" if overlaps else f"afterany:{before.id}"
+    ended = f"afterany:{before.id}"
+    if before.role not in ("rollout", "sandbox") or not asked.ahead_s:
+        return ended
+    return f"after:{before.id}+{(seconds_of(asked.time) - asked.ahead_s) // 60}?{ended}"
 
 
 def submit(paths: RunPaths, role: Role, index: int = 0, control: int = 0, *, after: str = "") -> Job:

@@ -17,39 +17,39 @@ from collections.abc import Sequence
 
 from hpcrl.config import Config
 from hpcrl.launch.jobs import GONE, Job, Role, State, jobs
-from hpcrl.launch.slurm import OF_A_JOB, SUBMIT_S, SlurmError, ask, container_of, seconds_left, size_of
+from hpcrl.launch.slurm import OF_A_JOB, SlurmError, ask, container_of, seconds_left, size_of
 from hpcrl.layout import RunPaths, read_json
 from hpcrl.types import ConfigError
 
 # What srun goes by; the rest describes the step that we may be in.
 _KEPT = ("SLURM_CONF", "SLURM_JOB_ID", "SLURM_HET_SIZE", "SLURM_JOB_ID_HET_GROUP_")
 LOOK_S = 0.5
+PATIENCE_S = 60  # for room in the allocation: a step that has just ended may hold it yet
 
 
 def look(jobs: Sequence[Job]) -> dict[str, State]:
     """How each step stands. Raises SlurmError when Slurm doesn't say."""
     if not jobs:
         return {}
-    asked = f"--jobs={','.join(sorted({_allocation(job.id) for job in jobs}))}"
-    steps = _steps(asked)
-    said = ask("squeue", "--noheader", asked, "--format=%A|%L")
-    left = {row.partition("|")[0]: seconds_left(row.partition("|")[2]) for row in said.splitlines()}
-    return {job.key: _state(steps.get(job.id), left.get(_allocation(job.id))) for job in jobs}
+    steps = _steps(_allocations(jobs))
+    said = ask("squeue", "--noheader", _allocations(jobs), "--format=%A|%L")
+    left = dict(row.split("|", 1) for row in said.splitlines() if "|" in row)
+    states = {}
+    for job in jobs:
+        number, node = steps.get(job.id, ("", ""))
+        left_s = seconds_left(left.get(job.id.partition(".")[0], ""))
+        states[job.key] = State(alive=True, name="RUNNING", node=node, reason=number, left_s=left_s) if number else GONE
+    return states
 
 
-def _state(step: tuple[str, str] | None, left_s: float | None) -> State:
-    return GONE if step is None else State(alive=True, name="RUNNING", node=step[1], reason=step[0], left_s=left_s)
-
-
-def _allocation(id: str) -> str:
-    return id.partition(".")[0]
+def _allocations(jobs: Sequence[Job]) -> str:
+    return f"--jobs={','.join(sorted({job.id.partition('.')[0] for job in jobs}))}"
 
 
 def _steps(asked: str) -> dict[str, tuple[str, str]]:
     """(Slurm's own id, nodes) of the steps that run, by name."""
-    rows = [
-        row.split("|", 2) for row in ask("squeue", "--noheader", "--steps", asked, "--format=%i|%N|%j").splitlines()
-    ]
+    said = ask("squeue", "--noheader", "--steps", asked, "--format=%i|%N|%j")
+    rows = [row.split("|", 2) for row in said.splitlines()]
     return {row[2]: (row[0], row[1]) for row in rows if len(row) == 3}
 
 
@@ -57,7 +57,7 @@ def send(jobs: Sequence[Job], number: signal.Signals) -> None:
     """To the tasks of each; SIGKILL ends the step."""
     if not jobs:
         return
-    steps = _steps(f"--jobs={','.join(sorted({_allocation(job.id) for job in jobs}))}")
+    steps = _steps(_allocations(jobs))
     ids = [steps[job.id][0] for job in jobs if job.id in steps]
     if ids:
         ask("scancel", f"--signal={number.name.removeprefix('SIG')}", *ids)
@@ -84,17 +84,19 @@ def submit(paths: RunPaths, config: Config, role: Role, index: int, body: functo
     words = [*_srun(paths, config, role, index, name), *(str(word) for word in body.args)]
     with said.open("wb") as file:
         srun = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True)
-    until = time.monotonic() + SUBMIT_S / 2
-    while name not in _steps(f"--jobs={allocation}"):
-        code, refused = srun.poll(), time.monotonic() > until
-        if refused:  # it would go on trying
-            srun.terminate()
-        text = said.read_text(errors="replace").strip()
-        if refused or (code and "Unable to create step" in text) or (code and "fatal" in text):
-            raise SlurmError(f"no step for it in job {allocation}: {text[-500:]}")
-        if code is not None:
-            break  # it has been there
-        time.sleep(LOOK_S)
+    try:
+        while name not in _steps(f"--jobs={allocation}"):
+            if srun.poll() is None:
+                time.sleep(LOOK_S)
+            elif any(said.parent.glob(f"{name}_*_log.out")):
+                break  # it has been there
+            else:
+                raise SlurmError(
+                    f"no step for it in job {allocation}: {said.read_text(errors='replace')[-500:].strip()}"
+                )
+    except BaseException:
+        srun.terminate()  # it would go on trying
+        raise
     return Job(role=role, index=index, executor="steps", id=name, wall=time.time())
 
 
@@ -121,15 +123,15 @@ def _srun(paths: RunPaths, config: Config, role: Role, index: int, name: str) ->
     excluded = (read_json(paths.excluded) or {"nodes": []})["nodes"]
     python, more = container_of(paths, asked)
     memory = f"--mem-per-cpu={asked.memory_per_cpu}" if asked.memory_per_cpu else f"--mem={asked.memory or 0}"
-    gres = asked.gres.replace("{gpus}", str(size["gpus"])) if size["gpus"] else "none"  # else it would take them all
     given = {
         "--het-group": str(asked.het_group) if int(os.environ.get("SLURM_HET_SIZE") or 1) > 1 else "",
+        "--gres": asked.gres.replace("{gpus}", str(size["gpus"])) if size["gpus"] else "none",  # else it takes them all
         "--exclude": ",".join(found for found in (asked.exclude, *excluded) if found),
     }  # fmt: skip
     return [
-        "srun", "--exact", f"--job-name={name}", f"--nodes={size['nodes']}",
+        "srun", "--exact", f"--immediate={PATIENCE_S}", f"--job-name={name}", f"--nodes={size['nodes']}",
         f"--ntasks={size['nodes'] * size['tasks']}", f"--ntasks-per-node={size['tasks']}",
-        f"--cpus-per-task={asked.cpus or size['cpus']}", memory, f"--gres={gres}", "--kill-on-bad-exit=1",
+        f"--cpus-per-task={asked.cpus or size['cpus']}", memory, "--kill-on-bad-exit=1",
         f"--output={paths.submitit}/{role}-{index}/{name}_%t_log.out",
         *(f"{flag}={value}" for flag, value in given.items() if value), *more, *asked.directives,
         *(python or [sys.executable]), "-m", "hpcrl.roles", "run",

@@ -107,7 +107,9 @@ class Learner:
         self.skipped = 0  # updates without a step, for a gradient that was no finite number
         self._store = Store(paths)
         self._first = ranks.rank == 0
+        begun = time.monotonic()
         self.policy = Policy.from_folder(paths.model).to(ranks.device)
+        self._save_s = 3 * (time.monotonic() - begun)  # that a checkpoint takes: with two moments of each weight
         shard(self.policy, ranks.mesh(), low_precision=config.model.dtype == "bfloat16")
         self._probe = probe_rows(paths.model, config.seed)
         found = ranks.share(checkpoint.newest_whole(paths) if self._first else None)
@@ -120,7 +122,6 @@ class Learner:
         self._ends: set[int] = set()  # versions at the ends of phases: they are evaluated, however late
         self._saved = self.at.update  # a checkpoint of this update is not needed
         self._took: deque[float] = deque(maxlen=20)  # seconds of the latest updates
-        self._save_s = 0.0  # of the latest checkpoint
         self._exact = True  # the weights are exactly those of version at.version
         self._begin_lineage(bool(found), stop, control)
         self._last_update = time.monotonic()

@@ -107,8 +107,8 @@ class Guest:
             if scheduler is None or not await _listens(scheduler["address"], self._security):
                 await self._pause(min(1.0, self._config.store.poll_s))
                 continue
-            if others := [f"{name} {found}" for name, found in versions().items() if found != scheduler[name]]:
-                there = [f"{name} {scheduler[name]}" for name in versions()]
+            if others := [f"{name} {found}" for name, found in versions().items() if found != scheduler.get(name)]:
+                there = [f"{name} {scheduler.get(name, '?')}" for name in versions()]
                 raise ConfigError(
                     f"{node_name()} has {', '.join(others)}, control has {', '.join(there)}: make them alike"
                 )

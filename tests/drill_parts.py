@@ -29,19 +29,16 @@ max_tokens = 14
 max_steps = 5
 max_context = 200
 deadline_s = 120
-[[phase]]  # of a scripted expert: the jobs, nodes and processes are all there, but no engine
-name = "warm_start"
-objective = "sft"
-lr = 1e-3
+[[phase]]
+{phase}
 updates = {updates}
 trajectories = 16
-publish_every = 0
 [evaluation]
 tasks = 0
 [[rollout]]
 name = "rollout"
 jobs = 2
-engines = 0
+{rollout}
 concurrent = 12
 max_model_len = 256
 slurm = {{partition = "gpu"}}
@@ -77,7 +74,20 @@ lead_s = {lead_s}
 """
 
 
+# Of a scripted expert: the jobs, nodes and processes are all there, but no engine.
+EXPERT = {"phase": 'name = "warm_start"\nobjective = "sft"\nlr = 1e-3\npublish_every = 0', "rollout": "engines = 0"}
+ENGINES = {
+    "phase": 'name = "rl"\nobjective = "grpo"\nlr = 1e-4\ngroup_size = 4',
+    "rollout": "max_num_seqs = 32\nblock_size = 32\nmemory_gib = 0.1",
+}
+
+
 ROLES = {"control": 1, "rollout": 2, "sandbox": 2, "learner": 1}
+
+
+def config_of(**values: Any) -> str:
+    given = {"model": "tiny", "updates": 4000, "time": "1:00:00", "signal_s": 60, "lead_s": 60, **EXPERT, **values}
+    return CONFIG.format(**given)
 
 
 class Drill:
@@ -85,8 +95,7 @@ class Drill:
 
     def __init__(self, slurm: Slurm, folder: Path, *options: str, **values: Any) -> None:
         self.slurm, self.folder, self.run = slurm, folder, folder / "run"
-        given = {"model": "tiny", "updates": 4000, "time": "1:00:00", "signal_s": 60, "lead_s": 60, **values}
-        (folder / "drill.toml").write_text(CONFIG.format(**given))
+        (folder / "drill.toml").write_text(config_of(**values))
         self.seconds: dict[str, float] = {}
         self.begin(*options)
 

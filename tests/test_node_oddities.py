@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from drill_parts import CONFIG
+from drill_parts import config_of
 from run_parts import HPCRL
 from store_parts import run_folder
 
@@ -27,7 +27,7 @@ def test_a_bare_environment(tmp_path: Path, tiny_model: Path) -> None:
     home, run = tmp_path / "home", tmp_path / "my run ü"
     home.mkdir()
     path = tmp_path / "run.toml"
-    path.write_text(CONFIG.format(model=tiny_model, updates=3, time="1:00:00", signal_s=60, lead_s=60))
+    path.write_text(config_of(model=tiny_model, updates=3))
     sets = [f"--set={one}" for one in ("launch.executor=local", "learner.nodes=1", "launch.ports=21400-21499")]
     command = ("bash", "-c", 'ulimit -Sn 256; exec "$@"', "-", *HPCRL, "train", str(path), "--run", str(run), *sets)
     bare = {"PATH": os.environ["PATH"], "LC_ALL": "C", "HOME": str(home)}

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from distributed.comm import connect
 from distributed.security import Security
-from drill_parts import ROLES, Drill, pids
+from drill_parts import ENGINES, ROLES, Drill, pids
 from length_bias import compare
 from slurm_parts import TESTBED, Slurm, until
 
@@ -246,6 +246,27 @@ def test_a_run_whose_jobs_were_all_cancelled_is_resumed(drill: Drill) -> None:
     with drill.drill("everything cancelled, then resumed", 400):
         said = drill.hpcrl("resume", drill.run, "--detach")
         assert said.returncode == 0, said.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+@pytest.mark.timeout(1800)
+def test_engines_outlive_control_and_a_node_of_theirs_is_replaced(slurm: Slurm, tiny_model: Path) -> None:
+    folder = Path(tempfile.mkdtemp(prefix="engines"))
+    run = Drill(slurm, folder, model=tiny_model, **ENGINES)
+    until(run.is_whole, 600)
+    until(lambda: run.updates >= 2, 600)
+    engines = {node: row["engines"] for node, row in run.status()["nodes"].items()}
+    with run.drill("kill -9 of control, with engines", 400):
+        for pid in pids(run.run, "hpcrl.roles", "control"):
+            os.kill(pid, signal.SIGKILL)
+    nodes = run.status()["nodes"]
+    assert {node: row["engines"] for node, row in nodes.items()} == engines
+    assert not any(row["restarts"] for row in nodes.values())
+    with run.drill("a node with an engine dies", 600):
+        kill_node(run, run.jobs("rollout")[0]["nodes"])
+    run.stop()
+    shutil.rmtree(folder)
 
 
 @pytest.mark.slow

@@ -65,7 +65,7 @@ def test_a_component_of_a_heterogeneous_job(
     for word in ("--het-group=1 ", "--gres=none ", "--mem=2G ", f"-m hpcrl.roles run {paths.root} learner 0 1\n"):
         assert word in asked.read_text()
     given = dict(line.split("=", 1) for line in (tmp_path / "environment").read_text().splitlines() if "=" in line)
-    kept = {name for name in given if name.startswith(("SLURM", "HPCRL"))}
+    kept = {name for name in given if name.startswith(("SLURM", "HPCRL_JOB"))}
     assert kept == {
         "SLURM_JOB_ID",
         "SLURM_HET_SIZE",

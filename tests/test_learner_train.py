@@ -237,11 +237,9 @@ def test_an_allocation_that_ends_has_room_for_the_checkpoint(tmp_path: Path, mod
     store_and_enter(paths, sft_rows(24))
     needed: list[float] = []
     alone(paths, config, stop=lambda seconds: needed.append(seconds) or len(trained_rows(paths)) >= 2)  # type: ignore[func-returns-value]
-    assert needed[0] == LEAVING_S < needed[-1], "an update has been measured"
+    assert LEAVING_S < needed[0] < needed[-1], "first by what loading took, then by an update, too"
     assert [row.update for row in trained_rows(paths)] == [1, 2]
     assert (paths.checkpoints / "update-000002").exists(), "though none was due"
-    alone(paths, config, stop=lambda seconds: seconds > LEAVING_S)
-    assert [row.update for row in trained_rows(paths)] == [1, 2, 3]
 
 
 def test_weights_of_a_lost_lineage_are_published_over(tmp_path: Path, model: Path) -> None:

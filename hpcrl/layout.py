@@ -1,7 +1,7 @@
 """Every path in a run folder, and the ways to put a file there so that it survives a crash.
 
-Owns names, listing and durability of files; knows nothing of what is in them. Over 400
-lines, since each of these has one place.
+Owns names, listing and durability of files; knows nothing of what is in them. Over 400 lines, since each of these has
+one place.
 """
 
 from __future__ import annotations

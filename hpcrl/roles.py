@@ -1,6 +1,8 @@
 """The body of each job: what a process of a role does from its first line to its last.
 
 Each role imports its own rooms only when it runs: a learner never loads Dask, a sandbox node never loads torch.
+
+Over 400 lines: five bodies of which each reads from top to bottom, and what they share.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import difflib
 import json
+import math
 import re
 import tomllib
 from collections.abc import Iterable, Mapping
@@ -178,10 +179,12 @@ class Slurm(Table):
                 raise ValueError(f"directives: {line!r} can't be given, it is hpcrl's to set")
         return self
 
-    @property
-    def ahead_s(self) -> int:
-        """How long before its end a job's successor begins; 0 where that would be nearly all the time."""
-        ahead_s = self.signal_s + self.lead_s
+    def ahead_s(self, needed_s: float = 0.0) -> int:
+        """How long before its end a job's successor is submitted; 0 where that would be nearly all the time.
+
+        `needed_s`: how long before its end such a job leaves, where that is more than `signal_s`.
+        """
+        ahead_s = math.ceil(max(self.signal_s, needed_s)) + self.lead_s
         return ahead_s if 2 * ahead_s < seconds_of(self.time) else 0
 
 
@@ -214,6 +217,8 @@ class SandboxPool(Table):
 
     name: Name = "sandbox"
     jobs: Count = 1
+    minimum_jobs: Positive = 1  # with maximum_jobs: control changes `jobs` between the two, by need
+    maximum_jobs: Count = 0  # 0: jobs stays as it is
     sessions: Positive = 64  # sandboxes per node
     warm: Count = 4  # of these, started ahead
     memory_mib: Positive = 512  # per sandbox
@@ -221,6 +226,15 @@ class SandboxPool(Table):
     disk_mib: Positive = 64
     command_timeout_s: PositiveNumber = 30.0
     slurm: SlurmHere = {}
+
+    @model_validator(mode="after")
+    def _bounds(self) -> SandboxPool:
+        if self.maximum_jobs and not self.minimum_jobs <= self.jobs <= self.maximum_jobs:
+            raise ValueError(
+                f"jobs ({self.jobs}) must be within minimum_jobs ({self.minimum_jobs}) and maximum_jobs "
+                f"({self.maximum_jobs})"
+            )
+        return self
 
 
 class Learner(Table):
@@ -347,6 +361,13 @@ class Config(Table):
             raise ValueError("learner.idle_s: is of no use where launch.fleet is presubmitted")
         if self.launch.executor == "slurm" and gpus and not self.launch.gpu_hours:
             raise ValueError("launch.gpu_hours: is 0; jobs that follow one another need a budget of GPU-hours")
+        if any(pool.maximum_jobs for pool in self.sandbox):
+            if len(self.sandbox) > 1:
+                raise ValueError("sandbox: maximum_jobs needs a single pool, there are several")
+            if self.launch.fleet == "presubmitted" or self.launch.executor == "steps":
+                raise ValueError(
+                    "sandbox: maximum_jobs needs a live fleet of jobs; here all are submitted at the start"
+                )
         return self
 
     @model_validator(mode="after")

@@ -40,7 +40,7 @@ from hpcrl.store.index import Store
 from hpcrl.store.ledger import LedgerWriter, ProgressReader, UpdateRow, lineage
 from hpcrl.store.seal import seal_ended
 from hpcrl.types import Ended, Entry, EnvironmentFamily, HpcrlError, Task
-from hpcrl.workers.guest import TOPIC, versions
+from hpcrl.workers.guest import LEAVING, TOPIC, ahead, versions
 from hpcrl.workers.hosts import run_ticket
 
 logger = logging.getLogger(__name__)
@@ -142,6 +142,7 @@ class Driver:
         self._last = next((row for row in reversed(rows) if row.trajectories), None)
         self._rates: deque[tuple[float, float, float, int]] = deque(maxlen=30)  # time, tokens, busy s, updates
         self._receipts = 0
+        self._scaling = f.Scaling()
         self._begun = False  # there has been something for a learner
         self._busy_at = time.monotonic()  # when there was last
         self._outcome = asyncio.Event()
@@ -164,6 +165,7 @@ class Driver:
         for worker in self._scheduler.workers:  # that were quicker than the plugin
             self._arrivals.put_nowait(("joined", worker))
         self._client.subscribe_topic(TOPIC, self._receive)  # before anything is submitted: late ones get no past events
+        self._client.subscribe_topic(LEAVING, lambda event: self._handle(f.SandboxLeft(sandbox=event[1])))
         try:
             await self._until_over()
         except* OSError as errors:
@@ -351,6 +353,7 @@ class Driver:
         stats = await self._call(worker, "stats")
         if stats is not None and worker in self._roles:
             self._stats[worker] = stats
+            self._fleet.rollout_leaves_s = max(row["leaves_s"] for row in self._stats.values())
 
     async def _look_at(self, worker: str, node: str) -> None:
         row = await self._call(worker, "supervisor", method="status")
@@ -407,13 +410,16 @@ class Driver:
                 self._sealing.add(path)
                 self._spawn(self._seal(path))
         elif command == "scale":
-            publish(self._paths.config, dump(scaled))  # for roles that start later, and the next control
-            self._config = scaled
-            self._fleet.rescale(scaled)
+            self._rescale(scaled)
             path.unlink()
         else:
             path.unlink()
             self._handle(f.StopAsked(reason="stopped"))
+
+    def _rescale(self, scaled: Config) -> None:
+        publish(self._paths.config, dump(scaled))  # for roles that start later, and the next control
+        self._config = scaled
+        self._fleet.rescale(scaled)
 
     async def _seal(self, path: Path) -> None:
         """Have every node close its open segment; the command's file goes when they have."""
@@ -472,11 +478,21 @@ class Driver:
                 outcome = None if full else f"failed: {error}"
             if outcome:
                 self._handle(f.StopAsked(reason=outcome))
-            for role in self._roles.values():  # nothing new is placed on a sandbox node that is about to go
-                if role["role"] == "sandbox" and not role.get("leaving") and self._fleet.is_told(job_of(role["node"])):
-                    role["leaving"] = True
-                    self._handle(f.SandboxLeft(sandbox=role["address"]))
+            self._fit_sandboxes(time.monotonic())
             await asyncio.sleep(1.0)
+
+    def _fit_sandboxes(self, now: float) -> None:
+        """Change the number of sandbox jobs between its bounds, by need."""
+        if not any(pool.maximum_jobs for pool in self._config.sandbox):
+            return
+        (pool,) = self._config.sandbox
+        used = sum(place.used for place in self.flow.sandboxes.values())
+        short = self.flow.short_of_sandboxes if len(self.flow.sandboxes) >= pool.jobs else 0  # else some are to come
+        jobs = self._scaling.jobs(pool, ahead(pool.sessions), used, short, now)
+        if jobs != pool.jobs:
+            why = f"{used} trajectories have a sandbox" + (f", {short} more could run" if short else "")
+            logger.info("sandbox pool %s: %d jobs, was %d: %s", pool.name, jobs, pool.jobs, why)
+            self._rescale(with_sets(self._config, [f"sandbox.{pool.name}.jobs={jobs}"]))
 
     def _spare_the_learner(self, now: float) -> None:
         """Its nodes are not to stand idle: it is submitted when there are rollouts, or something to train, and released

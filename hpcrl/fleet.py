@@ -49,6 +49,7 @@ class Fleet:
         self.states: dict[str, State] = {}  # by job's key, as last seen
         self.ended: set[str] = set()  # keys of jobs that surely have ended
         self.gpu_s = gpu_s  # GPU-seconds that jobs have had
+        self.rollout_leaves_s = 0.0  # how long before its end a rollout job leaves by itself, as its steps are so long
         # To be told that they are no longer wanted.
         self._leaving = [job for job in self._jobs if (job.role, job.index) not in self.wanted]
         self._look_s = LOCAL_LOOK_S if config.launch.executor == "local" else config.launch.look_s
@@ -201,15 +202,8 @@ class Fleet:
             or state.name != "RUNNING"
         ):
             return False
-        return state.left_s < self._config.slurm_of(role, index).ahead_s
-
-    def is_told(self, job: str) -> bool:
-        """Whether a job (its id) has been told by now that its end is near."""
-        for one in self._jobs:
-            if one.id == job and one.key in self.states:
-                left_s = self.states[one.key].left_s
-                return left_s is not None and left_s < self._config.slurm_of(one.role, one.index).signal_s
-        return False
+        needed_s = self.rollout_leaves_s if role == "rollout" else 0.0
+        return state.left_s < self._config.slurm_of(role, index).ahead_s(needed_s)
 
     def _died(self, job: Job) -> str | None:
         """Account for a job that ended though its work isn't over. Returns why the run must stop."""

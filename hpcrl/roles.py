@@ -356,9 +356,9 @@ async def sandbox(paths: RunPaths, config: Config, index: int) -> None:
     local = paths.private() / f"dask-{node}"
     guest = Guest(paths, config, f"sandbox-{node}", served.call, nthreads=1, local=local)
     served.guest = guest
-    # Control hears of the end as we do: what is open here has the time that is left.
     within_s = max(1.0, config.slurm_of("sandbox", index).signal_s - CLOSING_S)
-    on_signal(guest.stop.set, lambda: asyncio.get_running_loop().call_later(within_s, guest.stop.set))
+    leaving: list[asyncio.Task[None]] = []
+    on_signal(guest.stop.set, lambda: leaving.append(asyncio.create_task(served.leave(within_s))))
     await served.start()
     try:
         await guest.serve()

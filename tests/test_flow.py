@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from hpcrl import flow as f
-from hpcrl.config import Config
+from hpcrl.config import Config, SandboxPool
+from hpcrl.flow.scaling import SHRINK_S
 from hpcrl.replay import Replay
 from hpcrl.types import Cause, Ended, Fault, State, Task, Ticket
 
@@ -149,6 +150,41 @@ def test_what_is_admitted_can_be_trained_within_max_lag() -> None:
         assert not starts(flow.handle(f.AttemptEnded(ended=ended(row.ticket)), 0.0))  # the learner is slow: no more
     more = starts(flow.handle(f.Updated(phase="rl", phase_update=1, version=1, num_trained=8), 0.0))
     assert len(more) == 8
+
+
+def test_how_many_more_would_run_were_there_sandboxes() -> None:
+    flow = make(settings(phase=PHASES[1:], evaluation={"tasks": 0}, rollout=[{"concurrent": 64}]))
+    flow.handle(f.HostJoined(host="h", node="n", capacity=12, held=()), 0.0)
+    flow.handle(f.Published(version=0), 0.0)
+    flow.handle(f.EngineChanged(node="n", ready=True, version=0), 0.0)
+    assert flow.short_of_sandboxes == 12  # of 16 that lag allows
+    assert len(starts(flow.handle(f.SandboxJoined(sandbox="s", capacity=3), 0.0))) == 3
+    assert flow.short_of_sandboxes == 9
+    assert len(starts(flow.handle(f.SandboxJoined(sandbox="t", capacity=30), 0.0))) == 9
+    assert flow.short_of_sandboxes == 0  # the host is full
+    flow.handle(f.HostJoined(host="i", node="n", capacity=12, held=()), 0.0)
+    assert flow.short_of_sandboxes == 0  # all that lag allows run
+
+
+def test_an_elastic_pool_grows_at_once_and_shrinks_to_what_it_needed_of_late() -> None:
+    pool = SandboxPool(jobs=2, minimum_jobs=1, maximum_jobs=4)
+    scaling = f.Scaling()
+
+    def jobs(used: int, short: int, now: float) -> int:
+        return scaling.jobs(pool, 10, used, short, now)
+
+    assert jobs(20, 0, 0) == 2
+    assert jobs(20, 1, 1) == 3
+    assert jobs(20, 500, 2) == 4
+    assert jobs(0, 0, 3) == 2, "not at once"
+    assert jobs(20, 0, 60) == 2
+    assert jobs(0, 0, 100) == 2, "it was in use a while ago"
+    assert jobs(5, 0, 100 + SHRINK_S - 1) == 2
+    assert jobs(5, 0, 100 + SHRINK_S) == 1
+    pool = SandboxPool(jobs=4, minimum_jobs=1, maximum_jobs=4)
+    for now, used in ((0, 5), (60, 25), (110, 0), (SHRINK_S - 1, 0)):
+        assert jobs(used, 0, 1000 + now) == 4
+    assert jobs(0, 0, 1000 + SHRINK_S) == 3, "it has needed three"
 
 
 def test_a_late_word_of_an_older_attempt_changes_nothing() -> None:

@@ -455,10 +455,27 @@ async def test_a_job_has_its_successor_before_its_time_is_over(
         cluster.all_run(**short)
     fresh = launch.jobs(cluster.paths)[len(before) :]
     assert sorted((job.role, job.index) for job in fresh) == [("rollout", 0), ("rollout", 1), ("sandbox", 0)]
-    assert not cluster.fleet.is_told(ids["rollout", 0]), "not yet: signal_s is 60"
-    cluster.all_run(**{f"_{ids['rollout', 0]}": "RUNNING|0:59|n1"})
+    assert not cluster.fleet.restarts
+
+
+async def test_hosts_with_long_steps_leave_sooner_and_have_their_successors_sooner(
+    command: Callable[[str, str], Path], tmp_path: Path
+) -> None:
+    cluster = Cluster(tmp_path, command, gpu_hours=9)
     await cluster.ensure()
-    assert cluster.fleet.is_told(ids["rollout", 0]) and not cluster.fleet.restarts
+    cluster.all_run()
+    await cluster.ensure()
+    before = launch.jobs(cluster.paths)
+    left = {f"_{job.id}": "RUNNING|15:00|n1" for job in before}
+    cluster.say(**left)
+    await cluster.ensure()
+    assert launch.jobs(cluster.paths) == before
+    cluster.fleet.rollout_leaves_s = 14.5 * 60
+    for _ in range(3):
+        await cluster.ensure()
+        cluster.all_run(**left)
+    fresh = launch.jobs(cluster.paths)[len(before) :]
+    assert sorted((job.role, job.index) for job in fresh) == [("rollout", 0), ("rollout", 1)]
 
 
 async def test_a_role_that_rests_is_told_to_leave_and_comes_back(

@@ -18,7 +18,7 @@ import psutil
 import pytest
 from run_parts import Receipts, Running, hpcrl, nothing_left, processes_of, running, verified, write_config
 
-from hpcrl import Run
+from hpcrl import Run, launch
 from hpcrl.layout import RunPaths
 from hpcrl.store.index import Store
 from hpcrl.store.ledger import lineage
@@ -206,3 +206,24 @@ def test_stop_and_resume_then_kill_all_and_resume(tiny_model: Path, tmp_path: Pa
     assert [update.update for update in rows] == list(range(1, 25))
     versions = [update.version for update in rows if update.version >= 0]
     assert all(one < two for one, two in itertools.pairwise(versions)), "version numbers never go back"
+
+
+def test_a_sandbox_pool_grows_where_trajectories_wait_for_sandboxes(tiny_model: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    config = write_config(tmp_path, tiny_model, updates=0, tasks=0)
+    text = re.sub(r'\[\[phase\]\]\nname = "rl"[^[]+', "", config.read_text())
+    config.write_text(text.replace("updates = 4", "updates = 400"))
+    sets = ("rollout.engines=0", "sandbox.sessions=2", "sandbox.warm=1", "sandbox.maximum_jobs=3")
+    words = [word for text in sets for word in ("--set", text)]
+    with running("train", config, "--run", run, *words, run=run) as live:
+        live.until("three sandbox jobs", lambda _: len(_sandboxes(run)) == 3, 120)
+        live.until("trajectories", lambda row: row["accounting"].get("COMPLETED", 0) > 100, 120)
+        said = hpcrl("logs", run, "control", "--lines", 1000).stdout
+        assert "sandbox pool sandbox: 3 jobs, was 1: " in said
+        assert hpcrl("stop", run).returncode == 0 and live.wait() == 0, live.tail()
+    assert nothing_left(run)
+    verified(run)
+
+
+def _sandboxes(run: Path) -> list[launch.Job]:
+    return [job for job in launch.living(RunPaths.of(run)) if job.role == "sandbox"]

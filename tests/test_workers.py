@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from store_parts import run_folder
@@ -16,8 +17,9 @@ from hpcrl.rollout.loop import AttemptFault
 from hpcrl.sandbox.backend import find_backend
 from hpcrl.sandbox.pool import Pool
 from hpcrl.types import Cause
+from hpcrl.workers import sandboxes
 from hpcrl.workers.guest import security
-from hpcrl.workers.hosts import must_leave
+from hpcrl.workers.hosts import leaves_s
 from hpcrl.workers.sandboxes import Line, RemoteSandbox, SandboxNode
 
 SESSIONS = 2
@@ -48,7 +50,37 @@ def box(line: Line, trajectory: str, attempt: int = 1) -> RemoteSandbox:
      (330, [300.0], False), (310, [300.0], True), (float("inf"), [1e9], False)],
 )  # fmt: skip
 def test_a_host_leaves_while_there_is_time_for_a_step(left_s: float, took: list[float], leaves: bool) -> None:
-    assert must_leave(left_s, took) is leaves
+    assert (left_s < leaves_s(took)) is leaves
+
+
+async def test_a_sandbox_node_that_leaves_waits_for_what_is_lent(
+    node: tuple[SandboxNode, Line], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served, line = node
+    monkeypatch.setattr(sandboxes, "LEAVE_S", 0.0)
+    stop = asyncio.Event()
+    served.guest = cast(Any, SimpleNamespace(worker=None, stop=stop))
+    held = box(line, "t")
+    await held.run(["true"])
+    leaving = asyncio.create_task(served.leave(60))
+    await asyncio.sleep(0.3)
+    assert not stop.is_set() and (await served.call("describe", {}))["capacity"] == 0
+    assert (await held.run(["echo", "still"])).stdout == b"still\n"
+    await held.release()
+    await leaving
+    assert stop.is_set()
+
+
+async def test_a_sandbox_node_that_leaves_waits_no_longer_than_it_may(
+    node: tuple[SandboxNode, Line], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served, line = node
+    monkeypatch.setattr(sandboxes, "LEAVE_S", 0.0)
+    stop = asyncio.Event()
+    served.guest = cast(Any, SimpleNamespace(worker=None, stop=stop))
+    await box(line, "t").run(["true"])
+    await served.leave(0.3)
+    assert stop.is_set()
 
 
 async def test_sandboxes_stand_before_the_first_call(node: tuple[SandboxNode, Line]) -> None:

@@ -334,6 +334,16 @@ class Flow:
     def _needs_sandbox(self) -> bool:
         return any(pool.jobs for pool in self.config.sandbox)
 
+    @property
+    def short_of_sandboxes(self) -> int:
+        """How many more trajectories hosts would run, were there sandboxes for them."""
+        phase = self.phase
+        if not self._needs_sandbox or self._sandbox():
+            return 0
+        free = sum(max(0, place.capacity - place.used) for place in self.hosts.values())
+        room = 0 if phase is None or self.full or self._eval_waits() else max(0, self._room_in_phase(phase))
+        return min(free, len(self.pending) + room)
+
     def _host_for(self, any_engine: bool, least: int, exactly: int) -> str:
         """The host with most room whose engine is ready at version >= `least` (and == `exactly`, unless that is -1)."""
         best, most = "", 0

@@ -111,9 +111,9 @@ def _turn(config: Config, before: Job) -> str:
     """When the job that follows may begin: when that one has ended; or a while before, where two may be at once."""
     asked = config.slurm_of(before.role, before.index)
     ended = f"afterany:{before.id}"
-    if before.role not in ("rollout", "sandbox") or not asked.ahead_s:
+    if before.role not in ("rollout", "sandbox") or not asked.ahead_s():
         return ended
-    return f"after:{before.id}+{(seconds_of(asked.time) - asked.ahead_s) // 60}?{ended}"
+    return f"after:{before.id}+{(seconds_of(asked.time) - asked.ahead_s()) // 60}?{ended}"
 
 
 def submit(paths: RunPaths, role: Role, index: int = 0, control: int = 0, *, after: str = "") -> Job:

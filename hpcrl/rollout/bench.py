@@ -35,7 +35,7 @@ from hpcrl.types import (
 )
 
 SCALE = 0.01  # seconds here to one second there
-LOOPS, AHEAD, STEPS = 32, 8, 20
+LOOPS, AHEAD, STEPS = 8, 2, 20  # more loops at this pace fill a core: then it is the interpreter that is measured
 
 
 class TimedEngine:

@@ -27,6 +27,7 @@ from hpcrl.types import ConfigError
 logger = logging.getLogger(__name__)
 
 TOPIC = "hpcrl"  # one topic for all receipts: Dask never frees a topic
+LEAVING = "hpcrl-leaving"  # of the addresses of sandbox nodes that take nothing new
 
 # Flow decides every retry, placement and cancellation; these take the decisions away from Dask.
 DASK = {

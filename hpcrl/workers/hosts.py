@@ -265,6 +265,7 @@ class Host:
             "waiting": sum(loop.state is State.WAITING_TOOL for loop in loops),
             "tokens": sum(engine.tokens for engine in self._engines),
             "busy_s": sum(engine.total_s() for engine in self._engines) / max(1, len(self._engines)),
+            "leaves_s": leaves_s(self._took),
             "mono": time.monotonic(),
         }
 
@@ -288,7 +289,9 @@ class Host:
                     async with asyncio.timeout(TELL_S):
                         await self._supervisor.call("busy", host=os.getpid(), engines=busy)
                     told = busy
-            if not asked and not self._leaving and must_leave(self._ends - time.time(), self._took):
+            left_s = self._ends - time.time()
+            near = left_s < CLOSING_S + max(self._took, default=0.0)  # else there's no need to sort
+            if not asked and not self._leaving and near and left_s < leaves_s(self._took):
                 with contextlib.suppress(OSError, TimeoutError):
                     async with asyncio.timeout(TELL_S):
                         await self._supervisor.call("leave")
@@ -302,12 +305,10 @@ class Host:
             await engine.close()
 
 
-def must_leave(left_s: float, took: Collection[float]) -> bool:
-    """Whether what remains of an allocation is less than nearly every step takes (the 95th percentile of `took`,
-    seconds), and saving it."""
-    if left_s > CLOSING_S + max(took, default=0.0):
-        return False
-    return left_s < CLOSING_S + (sorted(took)[int(0.95 * len(took))] if took else 0.0)
+def leaves_s(took: Collection[float]) -> float:
+    """What must remain of an allocation, in seconds: what nearly every step takes (the 95th percentile of `took`), and
+    saving it."""
+    return CLOSING_S + (sorted(took)[int(0.95 * len(took))] if took else 0.0)
 
 
 def _already(ended: Ended) -> asyncio.Future[Ended]:

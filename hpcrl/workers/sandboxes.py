@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -23,10 +24,11 @@ from hpcrl.types import (
     Fault,
     HpcrlError,
 )
-from hpcrl.workers.guest import Guest, open_listener, security
+from hpcrl.workers.guest import LEAVING, Guest, open_listener, security
 
 logger = logging.getLogger(__name__)
 
+LEAVE_S = 10.0  # in which what control had just placed here has come
 LINE = "2ms"  # what gathers in that time goes between host and sandbox node as one message
 
 
@@ -37,6 +39,7 @@ class SandboxNode:
         self._paths, self._config, self._pool, self._capacity, self._name = paths, config, pool, capacity, name
         self._listener: Any = None
         self._taking: dict[tuple[str, int], asyncio.Task[Lease]] = {}
+        self._leaving = False
         self.guest: Guest | None = None
 
     async def start(self) -> None:
@@ -51,13 +54,25 @@ class SandboxNode:
                     "role": "sandbox",
                     "node": self._name,
                     "address": self._listener.contact_address,
-                    "capacity": self._capacity,
+                    "capacity": 0 if self._leaving else self._capacity,
                 }  # of tickets
             case "stop":
                 assert self.guest is not None
                 self.guest.stop.set()
                 return None
         raise ValueError(f"a sandbox node has no method {method!r}")
+
+    async def leave(self, within_s: float) -> None:
+        """Have control place nothing new here; end when nothing is lent any more, or `within_s` are over."""
+        assert self.guest is not None
+        self._leaving, until = True, time.monotonic() + within_s
+        if self.guest.worker is not None:  # else control hears of it when it is back
+            with contextlib.suppress(Exception):
+                self.guest.worker.log_event(LEAVING, self._listener.contact_address)
+        await asyncio.sleep(min(within_s, LEAVE_S))
+        while (self._taking or self._pool.stats().leased) and time.monotonic() < until:  # noqa: ASYNC110 (of many)
+            await asyncio.sleep(0.1)
+        self.guest.stop.set()
 
     async def close(self) -> None:
         if self._listener is not None:

@@ -608,6 +608,7 @@ class Driver:
                 "faults": dict(flow.counts.faults),
             },
             "last_fault": flow.last_fault,
+            "wrong": self._wrong(),
             "steps": flow.counts.steps,
             "valid_calls": flow.counts.valid_calls / flow.counts.calls if flow.counts.calls else None,
             "receipts": self._receipts,
@@ -628,6 +629,14 @@ class Driver:
             "incarnation": self._incarnation,
             "wall": time.time(),
         }  # fmt: skip
+
+    def _wrong(self) -> list[str]:
+        """What keeps the run from going on as it should, and what to do; the worst first."""
+        found = self._fleet.wrong()
+        found += [f"{node}: {row['trouble']}" for node, row in self._nodes.items() if row["trouble"]]
+        found += [f"{node}: the disk is full, steps wait until there is space again" for node in self.flow.full]
+        refused = self._failed_loads[-1:] if self.flow.promoted < self.flow.newest else []
+        return [" ".join(text.split()) for text in found + refused]
 
     # -- the end --
 

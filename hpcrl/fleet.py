@@ -26,6 +26,7 @@ LOCAL_LOOK_S = 0.1
 FAILED = frozenset({"GONE", "FAILED", "OUT_OF_MEMORY", "BOOT_FAIL"})
 SHORT_S = 60.0
 EXCLUDE_AFTER = 3
+PENDING_MINUTES = 10
 MAX_PAUSE_S = 60.0  # between two tries to submit
 
 
@@ -57,6 +58,7 @@ class Fleet:
         self._not_before: dict[tuple[Role, int], float] = {}
         self._submitting: asyncio.Task[Job] | None = None
         self._refused_at = 0.0  # since when no job is taken; 0: the last one was
+        self._refusal = ""  # what was said
         self._pause_until = 0.0
 
     def updated(self) -> None:
@@ -127,6 +129,20 @@ class Fleet:
                 break
         return None
 
+    def wrong(self) -> list[str]:
+        """What is wrong with the jobs, each with what to do about it."""
+        found = [f"jobs can't be submitted, tried again: {self._refusal}"] if self._refused_at else []
+        dead = [(count, role, index) for (role, index), count in self.deaths.items() if count > 1]
+        for count, role, index in sorted(dead, reverse=True):
+            of = f"of {self._config.launch.restarts + 1} that end the run"
+            found.append(f"{role}-{index} died {count} times without an update, {of}: see `hpcrl logs RUN {role}`")
+        for job in self._jobs:
+            minutes = (time.time() - job.wall) / 60
+            if self._is_pending(job) and minutes > PENDING_MINUTES:
+                why = self.states[job.key].reason or "no reason given"
+                found.append(f"{job.role}-{job.index} (job {job.id}) has been pending for {minutes:.0f} min: {why}")
+        return found
+
     def _take_note(self) -> None:
         """Of jobs that were submitted ahead some may have come after this control began."""
         if self._config.launch.fleet == "presubmitted":
@@ -145,6 +161,7 @@ class Fleet:
             if now - self._refused_at >= patience_s:
                 raise
             logger.warning("to be tried again: %s", error)
+            self._refusal = str(error)
             self._pause_until = now + min(max(1.0, now - self._refused_at), MAX_PAUSE_S)
             return False
         self._refused_at = 0.0

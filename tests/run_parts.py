@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -89,11 +89,12 @@ def hpcrl(*words: object, timeout: float = 400, **options: Any) -> subprocess.Co
 class Running:
     """`hpcrl train` or `resume` in the background; its output is kept."""
 
-    def __init__(self, *words: object, run: Path) -> None:
+    def __init__(self, *words: object, run: Path, within: Sequence[str] = ()) -> None:
+        """`within`: a command that starts it."""
         self.run = run
         self.output = run.parent / f"{run.name}.out"
         with self.output.open("ab") as out:
-            self.process = subprocess.Popen([*HPCRL, *map(str, words)], stdout=out, stderr=subprocess.STDOUT)
+            self.process = subprocess.Popen([*within, *HPCRL, *map(str, words)], stdout=out, stderr=subprocess.STDOUT)
 
     @property
     def paths(self) -> RunPaths:
@@ -149,8 +150,8 @@ class Running:
 
 
 @contextlib.contextmanager
-def running(*words: object, run: Path) -> Iterator[Running]:
-    run_ = Running(*words, run=run)
+def running(*words: object, run: Path, within: Sequence[str] = ()) -> Iterator[Running]:
+    run_ = Running(*words, run=run, within=within)
     try:
         yield run_
     finally:

@@ -10,12 +10,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 
 import pytest
 
 from hpcrl.config import Rollout
-from hpcrl.rollout import guard
+from hpcrl.rollout import guard, server
 from hpcrl.rollout.server import EngineProcess
 from hpcrl.types import EngineError
 
@@ -118,6 +119,53 @@ def test_a_killed_guard_takes_the_leader_along(tmp_path: Path) -> None:
         guarded.wait_for(lambda: not guard.group_lives(guarded.group))
     finally:
         end(guarded)
+
+
+SHARING = """
+import signal, sys, time
+from multiprocessing.shared_memory import SharedMemory
+made = SharedMemory(create=True, size=4096)
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+open(sys.argv[1], "w").write(made.name)
+time.sleep(1000)
+"""
+
+
+@pytest.mark.parametrize("killed", ["engine", "all"])
+def test_shared_memory_of_a_killed_engine_is_freed(tmp_path: Path, killed: str) -> None:
+    """And no other's."""
+    others = SharedMemory(create=True, size=4096)
+    folder = tmp_path / "n" / "engine-0"
+    folder.mkdir(parents=True)
+    guarded = Guarded(folder, [sys.executable, "-c", SHARING, str(tmp_path / "name")], 60.0, os.getpid())
+    try:
+        guarded.wait_for((tmp_path / "name").exists)
+        made = Path("/dev/shm", (tmp_path / "name").read_text())
+        guarded.wait_for(lambda: made.name in guard.read(str(folder / guard.SHARED)))
+        if killed == "all":  # as at the end of an allocation
+            guarded.guard.kill()
+            guarded.guard.wait()
+        os.killpg(guarded.group, signal.SIGKILL)
+        guarded.wait_for(lambda: guarded.over)
+        if killed == "all":
+            assert made.exists()
+            tmp_path.chmod(0o700)
+            server.sweep_shared([tmp_path])
+        guarded.wait_for(lambda: not made.exists())
+        assert Path("/dev/shm", others.name).exists()
+    finally:
+        end(guarded)
+        others.close()
+        others.unlink()
+
+
+def test_what_a_start_failed_for_is_found_among_what_followed_from_it(tmp_path: Path) -> None:
+    engine = process(tmp_path, Rollout())
+    engine.log.write_text(
+        "WARNING no such module: ImportError: not there\n(EngineCore pid=1) ERROR [core.py:1] RuntimeError: no space\n"
+        "(APIServer pid=2) ERROR RuntimeError: Engine core initialization failed.\n"
+    )
+    assert engine.last_words() == f"{engine.log} says: RuntimeError: no space"
 
 
 def process(tmp_path: Path, pool: Rollout, **more: object) -> EngineProcess:

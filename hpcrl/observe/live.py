@@ -39,7 +39,7 @@ class Watch:
         if self._live:
             self._live.update(panel(status), refresh=True)
             return
-        key = (status["state"], status["phase"], status["evaluating"], len(status["evaluations"]))
+        key = (status["state"], status["phase"], status["evaluating"], len(status["evaluations"]), wrong(status))
         if key != self._last_key or time.monotonic() - self._last_line > PLAIN_S:
             self._last_key, self._last_line = key, time.monotonic()
             self.console.print(line(status), highlight=False, markup=False, soft_wrap=True)
@@ -66,7 +66,7 @@ def line(status: Mapping[str, Any]) -> str:
         parts.append(f"faults {faults}")
     if status["evaluating"]:
         parts.insert(1, f"evaluating {status['evaluating']}")
-    return "  ".join(parts)
+    return "  ".join(parts) + (f"\nwrong: {wrong(status)}" if wrong(status) else "")
 
 
 def panel(status: Mapping[str, Any]) -> Group:
@@ -87,6 +87,7 @@ def panel(status: Mapping[str, Any]) -> Group:
         ),
         ("lag", str(status["lag"])),
         ("faults", faults(status)),
+        *([("wrong", wrong(status))] if wrong(status) else []),
     ):
         table.add_row(Text(label, style="bold"), value)
     return Group(table, ProgressBar(total=max(1, updates["total"]), completed=updates["done"], width=60))
@@ -96,6 +97,13 @@ def faults(status: Mapping[str, Any]) -> str:
     """How many attempts failed, by cause, and why the latest did."""
     counts = ", ".join(f"{count} {cause}" for cause, count in status["accounting"]["faults"].items())
     return f"{counts}; the latest: {status['last_fault'][:150]}" if counts else "none"
+
+
+def wrong(status: Mapping[str, Any]) -> str:
+    """The worst of what is wrong, and how much more there is."""
+    found: list[str] = status.get("wrong", [])  # a control of before had none
+    more = f" (and {len(found) - 1} more: `hpcrl status --json`)" if len(found) > 1 else ""
+    return found[0][:400] + more if found else ""
 
 
 def latest(status: Mapping[str, Any]) -> str:

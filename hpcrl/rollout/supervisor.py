@@ -13,6 +13,7 @@ import contextlib
 import json
 import logging
 import os
+import shutil
 import signal
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -22,7 +23,7 @@ from typing import Any
 from hpcrl.config import Config, Rollout
 from hpcrl.layout import RunPaths
 from hpcrl.rollout.engine import EngineFault, VllmEngine
-from hpcrl.rollout.server import EngineProcess
+from hpcrl.rollout.server import EngineProcess, sweep_shared
 from hpcrl.store.link import LogServer
 from hpcrl.store.log import Log, take_over
 from hpcrl.telemetry import Meter
@@ -32,6 +33,8 @@ logger = logging.getLogger(__name__)
 
 HostStarter = Callable[[int], Awaitable[asyncio.subprocess.Process]]
 MAX_DEATHS = 5  # of an engine or host in a row, without having been ready in between
+MAX_PAUSE_S = 30.0  # between two starts
+SHM, ROOM_BYTES = Path("/dev/shm"), 256 << 20  # vLLM 0.32 asks for 160 MiB of shared memory
 HOST_GRACE_S = 10.0
 COUNT_S = 2.0  # for an engine to say how many tokens it has made
 HEALTH_S, HEALTH_TRIES = 10.0, 6  # between two looks at an engine; misses in a row that mean it hangs
@@ -46,6 +49,15 @@ def node_folder(paths: RunPaths, node: str) -> Path:
 
 def engine_folder(folder: Path, index: int) -> Path:
     return folder / f"engine-{index}"
+
+
+def full_places(folder: Path) -> str:
+    """What to say of places that engines need and that have little space; "" where there is enough."""
+    free = {place: shutil.disk_usage(place).free for place in (SHM, folder.parent) if place.is_dir()}
+    little = [
+        f"{place} has {size >> 20} MiB free: make room there" for place, size in free.items() if size < ROOM_BYTES
+    ]
+    return "".join(f"; {text}" for text in little)
 
 
 class Link:
@@ -77,6 +89,7 @@ class EngineSlot:
         self.version = 0
         self.mismatch: float | None = None
         self.restarts = 0
+        self.trouble = ""  # why it is not up, when it should be
         self.busy = False  # a host has a request in it
         self._doing = "starting"
         self.meter = Meter()
@@ -117,7 +130,7 @@ class EngineSlot:
         else:
             await self.process.start()
             self.version = 0
-        self.ready = True
+        self.ready, self.trouble = True, ""
         self.account("")
 
     async def load(self, version: int) -> dict[str, Any]:
@@ -242,6 +255,7 @@ class Supervisor:
         if log.local:
             logger.warning("store.durability = local: steps of %s are lost with this node", log.folder)
         self._log = log
+        await asyncio.to_thread(sweep_shared, Path("/tmp").glob(f"hpcrl-{os.getuid()}-*"))  # all runs of this user
         server = LogServer(log, self._folder / "log.sock")
         door = self._folder / "supervisor.sock"
         for stale in (self._folder / "log.sock", door):
@@ -285,23 +299,27 @@ class Supervisor:
         self.stop.set()
 
     async def _keep_engine(self, slot: EngineSlot) -> None:
-        deaths = 0
+        deaths, since = 0, time.monotonic()
         while True:
             try:
                 await slot.start()
                 deaths = 0
                 message = await self._until_bad(slot)
+                since = time.monotonic()
             except (EngineError, EngineFault) as error:
                 message = str(error)
             slot.ready = False
             slot.account("")
             slot.restarts += 1
             deaths += 1
-            if deaths > MAX_DEATHS:
-                raise EngineError(f"{message}; gave up after {deaths} tries")
-            logger.warning("%s; starting it again", message)
+            full = full_places(slot.process.folder)
+            patient = bool(full) and time.monotonic() - since < self._pool.start_timeout_s  # others may make room
+            if deaths > MAX_DEATHS and not patient:
+                raise EngineError(f"{message}; gave up after {deaths} tries{full}")
+            slot.trouble = f"{message}{full}"
+            logger.warning("%s; starting it again", slot.trouble)
             await slot.process.stop()  # nothing of the old one is left behind
-            await asyncio.sleep(min(0.5 * 2 ** (deaths - 1), 30))
+            await asyncio.sleep(min(0.5 * 2 ** (deaths - 1), MAX_PAUSE_S))
 
     async def _until_bad(self, slot: EngineSlot) -> str:
         """Wait until the engine is gone, or has not answered for HEALTH_TRIES times; why."""
@@ -376,6 +394,7 @@ class Supervisor:
                     "version": min((slot.version for slot in self.slots), default=-1),
                     "mismatch": max((slot.mismatch or 0.0 for slot in self.slots), default=0.0),
                     "restarts": sum(slot.restarts for slot in self.slots),
+                    "trouble": next((slot.trouble for slot in self.slots if slot.trouble), ""),
                     "full": self._log is not None and self._log.full,
                     "pid": os.getpid(),
                     "engines": [slot.process.pid for slot in self.slots],

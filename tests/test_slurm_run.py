@@ -292,6 +292,24 @@ def test_allocations_of_four_minutes_follow_one_another(slurm: Slurm, tiny_model
     shutil.rmtree(folder)
 
 
+@pytest.mark.slow
+@pytest.mark.vllm
+@pytest.mark.timeout(3000)
+def test_tokens_that_engines_of_four_minutes_make_are_not_thrown_away(slurm: Slurm, tiny_model: Path) -> None:
+    folder = Path(tempfile.mkdtemp(prefix="walltime"))
+    run = Drill(slurm, folder, model=tiny_model, time="4", signal_s=45, lead_s=70, **ENGINES)
+    lives = lambda role: {job.id for job in launch.jobs(run.paths) if job.role == role}  # noqa: E731
+    until(lambda: all(len(lives(role)) >= 3 * count for role, count in ROLES.items()), 2400)
+    run.goes_on(10, 600)
+    run.stop()
+    updates = [row.update for row in lineage(run.paths) if row.trajectories]
+    assert updates == list(range(1, len(updates) + 1))
+    found = json.loads(run.hpcrl("seff", run.run, "--json").stdout)
+    print(f"{len(updates)} updates; tokens {found['tokens']}; engine-seconds {found['engines']}", flush=True)
+    assert found["tokens"]["thrown_away_share"] <= 0.02
+    shutil.rmtree(folder)
+
+
 def kill_node(drill: Drill, node: str) -> None:
     drill.slurm.script("kill-node", node)
     # Slurm notices by itself, after half a minute; that is not what is measured.

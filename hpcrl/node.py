@@ -69,6 +69,11 @@ def task_rank() -> int:
     return int(os.environ.get("SUBMITIT_LOCAL_GLOBALID") or os.environ.get("SLURM_PROCID") or 0)
 
 
+def task_place() -> int:
+    """Which of its node's tasks this is, from 0 on."""
+    return int(os.environ.get("SUBMITIT_LOCAL_LOCALID") or os.environ.get("SLURM_LOCALID") or 0)
+
+
 def ends_at(config: Config, role: str, index: int) -> float:
     """When this process's allocation ends, in seconds since the epoch: as Slurm's environment says, else scontrol, else
     by the limit that was asked for, from now on. Infinite outside of one."""

@@ -4,6 +4,8 @@ version of a library."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -12,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from drill_parts import config_of
 from run_parts import HPCRL, nothing_left, running, verified, write_config
 from store_parts import run_folder
@@ -19,6 +22,8 @@ from store_parts import run_folder
 from hpcrl import launch
 from hpcrl.config import Config
 from hpcrl.layout import publish_json, read_json
+from hpcrl.learner.ranks import Ranks
+from hpcrl.node import listener_of, port_is_free
 from hpcrl.types import ConfigError
 from hpcrl.workers.guest import Guest, security, versions
 
@@ -66,6 +71,22 @@ def test_another_version_of_a_library_is_refused_by_name(tmp_path: Path) -> None
         asyncio.run(main())
 
 
+@pytest.mark.parametrize(("place", "visible", "expected"), [(3, 1, 0), (3, 4, 3), (0, 8, 0), (5, 4, 1)])
+def test_a_ranks_gpu_is_one_that_it_sees(
+    place: int, visible: int, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sixth rank, wherever it is: Slurm may show all GPUs of a node to each task, or to each its own."""
+    chosen: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.delenv("SUBMITIT_LOCAL_LOCALID", raising=False)
+    monkeypatch.setenv("SLURM_PROCID", "5")
+    monkeypatch.setenv("SLURM_LOCALID", str(place))
+    assert Ranks._device(1) == torch.device("cuda", expected)
+    assert chosen == [torch.device("cuda", expected)]
+
+
 @pytest.mark.vllm
 @pytest.mark.timeout(900)
 def test_a_full_dev_shm_is_named_and_waited_out(tmp_path: Path, tiny_model: Path) -> None:
@@ -105,3 +126,50 @@ def test_a_full_dev_shm_is_named_and_waited_out(tmp_path: Path, tiny_model: Path
         assert "wrong: " in live.output.read_text()
     assert nothing_left(run)
     verified(run)
+
+
+def test_listeners_that_are_opened_at_once_all_get_a_port() -> None:
+    """Twenty times, eight at a time, in a range of eight."""
+    low = next(low for low in range(22000, 30000, 8) if all(port_is_free(port) for port in range(low, low + 8)))
+    tree = {"phase": [{"name": "p", "trajectories": 2, "group_size": 2}], "launch": {"ports": f"{low}-{low + 7}"}}
+    config = Config.model_validate(tree)
+    fork = multiprocessing.get_context("fork")
+    for _ in range(20):
+        start, end, found = fork.Barrier(8), fork.Barrier(8), fork.Queue()
+
+        def take(start: Any = start, end: Any = end, found: Any = found) -> None:
+            start.wait(30)
+            try:
+                with listener_of(config, "127.0.0.1") as made:
+                    found.put(made.getsockname()[1])
+                    end.wait(30)
+            except ConfigError:
+                found.put(0)
+                end.abort()
+
+        takers = [fork.Process(target=take) for _ in range(8)]
+        for taker in takers:
+            taker.start()
+        ports = [found.get(timeout=60) for _ in takers]
+        for taker in takers:
+            taker.join()
+        assert sorted(ports) == list(range(low, low + 8))
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+@pytest.mark.timeout(3600)
+def test_eight_engines_and_two_runs_that_start_at_once(tmp_path: Path, tiny_model: Path) -> None:
+    for number in range(3):
+        with contextlib.ExitStack() as runs:
+            live = []
+            for name in ("one", "two"):
+                run = tmp_path / f"{name}-{number}"
+                run.mkdir()
+                config = write_config(run, tiny_model, updates=1, tasks=0, ports="22000-22099")
+                words = ("--set", "rollout.jobs=2", "--set", "rollout.engines=2", "--run", run / "run")
+                live.append(runs.enter_context(running("train", config, *words, run=run / "run")))
+            for one in live:
+                assert one.wait(1200) == 0, one.tail()
+                row = one.status()
+                assert not row["restarts"] and not any(node["restarts"] for node in row["nodes"].values()), row

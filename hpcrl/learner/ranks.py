@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from hpcrl.node import task_place
 from hpcrl.types import ConfigError
 
 SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.002, 0.05  # between two looks for a plan
@@ -40,7 +41,7 @@ class Ranks:
         listener: socket.socket | None = None,
     ) -> None:
         self.rank, self.world = rank, world
-        self.device = self._device(rank, gpus)
+        self.device = self._device(gpus)
         timeout = timedelta(seconds=timeout_s)
         try:
             fd = listener.detach() if listener is not None else None
@@ -58,12 +59,13 @@ class Ranks:
         self._next = 0
 
     @staticmethod
-    def _device(rank: int, gpus: int) -> torch.device:
+    def _device(gpus: int) -> torch.device:
         if not gpus:
             return torch.device("cpu")
         if not torch.cuda.is_available():
             raise ConfigError(f"learner.gpus is {gpus}, but no CUDA GPU is usable here; set learner.gpus=0 for the CPU")
-        device = torch.device("cuda", rank % torch.cuda.device_count())
+        # A site may show each task its own GPU alone: then that is number 0, whatever the task's place.
+        device = torch.device("cuda", task_place() % torch.cuda.device_count())
         torch.cuda.set_device(device)
         return device
 

@@ -9,8 +9,8 @@ Stays tiny: the standard library only, run by path (`python -I -S guard.py …`)
     python -I -S guard.py FOLDER LOG GRACE_S STOP_S COMMAND…
     FOLDER/owner.json   {"pid", "start"}                                       written by the supervisor
     FOLDER/engine.json  {"guard": {"pid", "start"}, "engine": {…}, "command"}  written here
-    FOLDER/shared.json  {name: inode} of the shared memory that the engine made, removed with it: vLLM that is killed
-                        leaves it behind, and a node's /dev/shm is full of it some day
+    FOLDER/shared.json  {"among": pid namespace, "files": {name: inode}}: the shared memory that the engine made, which
+                        goes with it: vLLM that is killed leaves it, and a node's /dev/shm is full some day
 """
 
 from __future__ import annotations
@@ -98,6 +98,11 @@ def members(group: int) -> Iterator[str]:
                 yield name
 
 
+def among() -> str:
+    """Names the processes that can be seen from here: /tmp may be shared by nodes, or by containers of one."""
+    return os.readlink("/proc/self/ns/pid")  # noqa: PTH115
+
+
 def shared_by(group: int) -> dict[str, int]:
     """Name and inode of what processes of the group have mapped of /dev/shm."""
     found = {}
@@ -116,7 +121,7 @@ class Shared:
 
     def __init__(self, folder: str, group: int) -> None:
         self._path, self._group = f"{folder}/{SHARED}", group
-        self._found: dict[str, object] = {}
+        self._found: dict[str, int] = {}
         self._there: list[str] = []
         self._looks = 0
 
@@ -130,14 +135,15 @@ class Shared:
             if self._looks:
                 self._looks -= 1
                 self._found.update(shared_by(self._group))
-                write(self._path, self._found)
+                write(self._path, {"among": among(), "files": self._found})
         except OSError:
             self._looks = 1
 
 
 def remove_shared(folder: str) -> None:
     """What an engine of this folder left in /dev/shm, once it is gone."""
-    for name, inode in read(f"{folder}/{SHARED}").items():
+    files = read(f"{folder}/{SHARED}").get("files")
+    for name, inode in files.items() if isinstance(files, dict) else ():
         try:
             if os.stat(f"{SHM}/{name}").st_ino == inode:  # noqa: PTH116
                 os.unlink(f"{SHM}/{name}")  # noqa: PTH108

@@ -78,7 +78,8 @@ def sweep_shared(privates: Iterable[Path]) -> None:
         with contextlib.suppress(StoreError, OSError):
             check_private(folder)
             for shared in folder.glob(f"*/*/{guard.SHARED}"):
-                if not guard.lives(guard.read(str(shared.with_name(guard.ENGINE))).get("guard")):
+                here = guard.read(str(shared)).get("among") == guard.among()
+                if here and not guard.lives(guard.read(str(shared.with_name(guard.ENGINE))).get("guard")):
                     guard.remove_shared(str(shared.parent))
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import errno
 import faulthandler
 import functools
 import logging
@@ -216,9 +217,11 @@ async def _scheduler(config: Config, secure: Any) -> Any:
         )  # fmt: skip
         try:
             await scheduler
-        except OSError:  # someone was quicker
+        except RuntimeError as error:  # what Dask wraps others in
             await scheduler.close()
-            continue
+            if isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.EADDRINUSE:
+                continue  # someone was quicker
+            raise
         return scheduler
     raise ConfigError(f"launch.ports: no free port in {config.launch.ports}; give a wider range")
 

@@ -8,6 +8,7 @@ import contextlib
 import multiprocessing
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -19,7 +20,7 @@ from drill_parts import config_of
 from run_parts import HPCRL, nothing_left, running, verified, write_config
 from store_parts import run_folder
 
-from hpcrl import launch
+from hpcrl import launch, roles
 from hpcrl.config import Config
 from hpcrl.layout import publish_json, read_json
 from hpcrl.learner.ranks import Ranks
@@ -154,6 +155,22 @@ def test_listeners_that_are_opened_at_once_all_get_a_port() -> None:
         for taker in takers:
             taker.join()
         assert sorted(ports) == list(range(low, low + 8))
+
+
+async def test_a_scheduler_takes_the_next_port_when_another_was_quicker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = run_folder(tmp_path / "run")
+    launch.make_certificate(paths)
+    tree = {"phase": [{"name": "p", "trajectories": 2, "group_size": 2}]}
+    config = Config.model_validate(tree | {"launch": {"ports": "22000-22999", "dashboard": False}})
+    monkeypatch.setattr(roles, "port_is_free", lambda *_: True)
+    with socket.socket() as quicker:
+        quicker.bind(("127.0.0.1", 22000))
+        quicker.listen()
+        scheduler = await roles._scheduler(config, security(paths))
+        assert scheduler.port > 22000
+        await scheduler.close()
 
 
 @pytest.mark.slow

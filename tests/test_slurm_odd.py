@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slurm
 
 # Each of two tasks starts a run of its own.
 ARRAY = """#!/bin/bash
-exec "$HPCRL" train "$1" --run "$2-$SLURM_ARRAY_TASK_ID" --set "seed=$SLURM_ARRAY_TASK_ID" --detach
+exec "$HPCRL" train "$1" --run "$2-$SLURM_ARRAY_TASK_ID" --set "seed=$SLURM_ARRAY_TASK_ID" --detach "${@:3}"
 """
 SMALL = {"rollout.jobs": 1, "sandbox.jobs": 1, "learner.nodes": 1, "learner.ranks": 1}
 

@@ -39,7 +39,7 @@ from hpcrl.rollout.loop import DISK
 from hpcrl.store.index import Store
 from hpcrl.store.ledger import LedgerWriter, ProgressReader, UpdateRow, lineage
 from hpcrl.store.seal import seal_ended
-from hpcrl.types import Ended, Entry, EnvironmentFamily, HpcrlError, Task
+from hpcrl.types import Ended, Entry, EnvironmentFamily, HpcrlError, StoreError, Task
 from hpcrl.workers.guest import LEAVING, TOPIC, ahead, versions
 from hpcrl.workers.hosts import run_ticket
 
@@ -131,7 +131,9 @@ class Driver:
         self.flow = f.Flow(config, self._stream, restored, incarnation=ledger.incarnation, now=time.monotonic())
         self._trained = Counter(restored.trained)
         learnt = any(row.done for row in rows)
-        used_s = 3600 * (read_json(paths.heartbeat) or {}).get("gpu_hours", 0.0)  # of the controls before
+        used_s = 0.0  # of the controls before
+        with contextlib.suppress(StoreError, TypeError, AttributeError):  # their last word may be junk
+            used_s = 3600.0 * (read_json(paths.heartbeat) or {}).get("gpu_hours", 0.0)
         self._fleet = Fleet(paths, config, ledger.incarnation, used_s)
         if learnt:
             self._fleet.done.add("learner")
@@ -370,10 +372,14 @@ class Driver:
     async def _watch_files(self) -> None:
         while True:
             self._read_progress()
+            if self._ledger.is_superseded(self._paths):
+                logger.warning("another control has begun since: this one leaves")
+                self.leave()
             for path in sorted(self._paths.inbox.glob("*.json")):
                 self._command(path)
             if self._config.launch.executor != "local":
-                ended = lambda node: job_of(node) in self._fleet.ended  # noqa: E731
+                here = {job_of(role["node"]) for role in self._roles.values()}  # whatever Slurm says of them
+                ended = lambda node, here=here: job_of(node) in self._fleet.ended - here  # noqa: E731
                 for path in await asyncio.to_thread(seal_ended, self._paths, ended):
                     logger.info("%s: closed, as the job of its owner has ended", path)
             await asyncio.sleep(self._config.store.poll_s)
@@ -412,8 +418,7 @@ class Driver:
         elif command == "scale":
             self._rescale(scaled)
             path.unlink()
-        else:
-            path.unlink()
+        else:  # the file stays until the run has come to rest: a control that is started again goes on with it
             self._handle(f.StopAsked(reason="stopped"))
 
     def _rescale(self, scaled: Config) -> None:
@@ -568,10 +573,12 @@ class Driver:
             await asyncio.sleep(self._config.launch.status_s)
 
     def _publish_address(self) -> None:
-        """Where hosts and sandbox nodes find control; again, should the file have gone."""
-        if read_json(self._paths.scheduler) is None:
-            row = {"address": self._scheduler.address, "incarnation": self._incarnation, **versions()}
-            publish_json(self._paths.scheduler, row)
+        """Where hosts and sandbox nodes find control; again, should the file have gone, or say something else."""
+        row = {"address": self._scheduler.address, "incarnation": self._incarnation, **versions()}
+        with contextlib.suppress(StoreError):
+            if read_json(self._paths.scheduler) == row:
+                return
+        publish_json(self._paths.scheduler, row)
 
     def status(self) -> dict[str, Any]:
         """Everything that `hpcrl status` shows, as JSON."""
@@ -648,6 +655,7 @@ class Driver:
             self._write_ledger()
         if self._reason != "done":
             self._tell_learner_to_stop()
+        beat = asyncio.create_task(self._report())  # whoever waits for the end sees that this goes on
         hosts = self._hosts()
         await asyncio.gather(*(self._call(worker, "park") for worker in hosts))
         by_node = {node: worker for worker, node in hosts.items()}
@@ -657,6 +665,8 @@ class Driver:
         self._stats.clear()
         left = await self._fleet.stop(self._grace_s())
         await self._compact_once()
+        beat.cancel()
+        await asyncio.gather(beat, return_exceptions=True)
         curve = [
             {"update": row.update, "phase": row.phase, "reward": row.metrics.get("reward", 0.0)}
             for row in lineage(self._paths)
@@ -672,6 +682,9 @@ class Driver:
         publish_json(self._paths.heartbeat, final)
         row = {"outcome": self._reason, "wall": time.time(), "left": [job.id for job in left]}
         publish_json(self._paths.stopped, row)
+        for pattern in ("stop-*.json", "scale-*.json"):
+            for asked in self._paths.inbox.glob(pattern):
+                asked.unlink(missing_ok=True)
 
     def _tell_learner_to_stop(self) -> None:
         """By the ledger; by another incarnation's where this one's file failed. It is also asked by SIGTERM, later."""

@@ -25,6 +25,7 @@ LOCAL_LOOK_S = 0.1
 # Ends that speak against a job; others, such as the end of its time, are nobody's fault where it has lived for a while.
 FAILED = frozenset({"GONE", "FAILED", "OUT_OF_MEMORY", "BOOT_FAIL"})
 SHORT_S = 60.0
+GONE_S = {"slurm": 60.0, "steps": 5.0}  # for so long a job must not be listed; steps aren't once they have ended
 EXCLUDE_AFTER = 3
 PENDING_MINUTES = 10
 MAX_PAUSE_S = 60.0  # between two tries to submit
@@ -48,6 +49,7 @@ class Fleet:
         self._jobs = [job for job in launch.jobs(paths) if job.role != "control"]  # all that may still live
         self._submitted_ahead: list[Job] = []
         self.states: dict[str, State] = {}  # by job's key, as last seen
+        self._missing: dict[str, float] = {}  # since when a job, by its key, isn't listed
         self.ended: set[str] = set()  # keys of jobs that surely have ended
         self.gpu_s = gpu_s  # GPU-seconds that jobs have had
         self.rollout_leaves_s = 0.0  # how long before its end a rollout job leaves by itself, as its steps are so long
@@ -135,7 +137,9 @@ class Fleet:
         dead = [(count, role, index) for (role, index), count in self.deaths.items() if count > 1]
         for count, role, index in sorted(dead, reverse=True):
             of = f"of {self._config.launch.restarts + 1} that end the run"
-            found.append(f"{role}-{index} died {count} times without an update, {of}: see `hpcrl logs RUN {role}`")
+            found.append(
+                f"{role}-{index} died {count} times without an update, {of}: see `hpcrl logs {self._paths.root} {role}`"
+            )
         for job in self._jobs:
             minutes = (time.time() - job.wall) / 60
             if self._is_pending(job) and minutes > PENDING_MINUTES:
@@ -247,9 +251,21 @@ class Fleet:
 
     async def _look(self, jobs: Sequence[Job]) -> None:
         found = await asyncio.to_thread(launch.look, jobs) if jobs else {}
+        found = {job.key: self._believed(job, found[job.key]) for job in jobs}
         self.states |= found
         self.ended |= {key for key, state in found.items() if not state.alive}
         self._jobs = [job for job in self._jobs if job.key not in self.ended]
+
+    def _believed(self, job: Job, state: State) -> State:
+        """What an answer doesn't list lives on as before for a while: an answer may be cut short, and a job's end is
+        seen before it is forgotten."""
+        patience_s = GONE_S.get(job.executor, 0.0)
+        if state.name != launch.GONE.name or not patience_s:
+            self._missing.pop(job.key, None)
+            return state
+        if time.monotonic() - self._missing.setdefault(job.key, time.monotonic()) >= patience_s:
+            return state
+        return self.states.get(job.key, State(alive=True, name="UNKNOWN"))
 
     def _lost_a_rank(self, job: Job) -> bool:
         """submitit's local controller waits for all ranks, and those left may wait for data for as long as there is

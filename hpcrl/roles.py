@@ -8,6 +8,7 @@ Over 400 lines: five bodies of which each reads from top to bottom, and what the
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import errno
 import faulthandler
@@ -19,7 +20,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,8 @@ logger = logging.getLogger(__name__)
 
 STUCK_S = 120.0
 DAY_S = 86400.0
+TOLD = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
+FINAL = 2  # exit code of a control that would fail again
 LONG_S = 600.0  # a control that lived for so long dies for the first time
 
 
@@ -64,7 +67,7 @@ def run_role(root: str, role: str, index: int, control_number: int) -> None:
     if config.launch.fleet == "presubmitted" and listed(paths.control, paths.stopped.name, anew=True):
         logger.info("the run has ended: nothing is left to do")
         return
-    with _usage(paths, config, role, index) as usage:
+    with _usage(paths, config, role, index) as usage, _errors_in_the_log():
         match role:
             case "control":
                 local = config.launch.executor == "local"
@@ -78,6 +81,19 @@ def run_role(root: str, role: str, index: int, control_number: int) -> None:
             case _:
                 raise ValueError(f"no role {role!r}")
     logger.info("%s-%d ends", role, index)
+
+
+@contextlib.contextmanager
+def _errors_in_the_log() -> Iterator[None]:
+    """Where `hpcrl logs` finds them; what submitit says of them, it says in a file of its own."""
+    try:
+        yield
+    except HpcrlError as error:
+        logger.error("%s", error)
+        raise
+    except Exception as error:
+        logger.exception("%s", type(error).__name__)
+        raise
 
 
 def _usage(paths: RunPaths, config: Config, role: str, index: int) -> Usage:
@@ -104,6 +120,7 @@ def on_signal(call: Callable[[], object], leave: Callable[[], object] | None = N
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, call)
     loop.add_signal_handler(signal.SIGUSR2, leave or call)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, TOLD)  # what came before comes now
 
 
 # ---- control ------------------------------------------------------------------------------------------------------
@@ -114,22 +131,32 @@ async def keep_control(paths: RunPaths, config: Config) -> None:
 
     Raises HpcrlError when it dies `launch.restarts` times in a row, each time soon after its start.
     """
-    deaths, asked = 0, False
+    deaths = 0
+    asked: signal.Signals | None = None
     process: asyncio.subprocess.Process | None = None
 
     def tell(number: signal.Signals) -> None:
         nonlocal asked
-        asked = True
+        asked = number
         if process is not None and process.returncode is None:
             process.send_signal(number)
 
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
+    for number in TOLD:
         asyncio.get_running_loop().add_signal_handler(number, tell, number)
     while True:
         began = time.monotonic()
-        process = await asyncio.create_subprocess_exec(sys.executable, "-m", "hpcrl.roles", "control", str(paths.root))
+        signal.pthread_sigmask(signal.SIG_BLOCK, TOLD)  # in it they wait until it has handlers (on_signal)
+        try:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "hpcrl.roles", "control", str(paths.root)
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, TOLD)
+        if asked is not None:
+            process.send_signal(asked)
         code = await process.wait()
-        if code == 0 or asked:
+        # Told that this job ends soon, and dead: the next one, told again, sees to a successor.
+        if code in (0, FINAL) or asked not in (None, signal.SIGUSR2):
             return
         deaths = deaths + 1 if time.monotonic() - began < LONG_S else 1
         if deaths > config.launch.restarts:
@@ -187,7 +214,8 @@ async def control(paths: RunPaths, config: Config) -> None:
 
 async def _hand_over(paths: RunPaths) -> None:
     """Submit the next control, to begin when this one has ended; tried for as long as the allocation lasts."""
-    while True:
+    me = next((job for job in launch.jobs(paths) if job.role == "control" and job.id == job_id()), None)
+    while me is None or launch.successor(paths, me) is None:  # else one that died after it had submitted it did so
         try:
             successor = await submit_async(paths, "control", 0, 0, after=f"afterany:{job_id()}")
         except HpcrlError as error:
@@ -425,7 +453,12 @@ def main(what: str, root: str, name: str = "", *numbers: str) -> None:
     elif what == "control":
         die_with_parent()
         start_logging(paths.logs, "control-0", job_id())
-        asyncio.run(control(paths, load_resolved(paths.config)))
+        try:
+            asyncio.run(control(paths, load_resolved(paths.config)))
+        except ConfigError as error:  # as it is, no control can run
+            logger.error("%s", error)
+            publish_json(paths.stopped, {"outcome": f"failed: {error}", "wall": time.time()})
+            sys.exit(FINAL)
     elif what == "submit":
         from hpcrl import roles
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -15,12 +17,12 @@ from pathlib import Path
 import pytest
 from run_parts import hpcrl
 
-from hpcrl import config, launch, node
+from hpcrl import config, fleet, launch, node
 from hpcrl.config import Config, seconds_of
 from hpcrl.fleet import Fleet
 from hpcrl.launch import Job, SlurmError, slurm
 from hpcrl.launch.slurm import ask, look, state_of
-from hpcrl.layout import RunPaths
+from hpcrl.layout import RunPaths, publish_json, read_json
 from hpcrl.types import ConfigError, HpcrlError
 
 ROOT = Path(__file__).parents[1]
@@ -269,11 +271,92 @@ def test_a_job_that_was_taken_without_an_answer_is_not_submitted_twice(
     paths.make()
     settings = load(tmp_path, '[launch]\nexecutor = "slurm"\n')
     paths.config.write_text(config.dump(settings))
-    submitted = command("sbatch", "echo Submitted batch job 42")
+    said = "echo note: your job 2 of 50 today; echo Submitted batch job 42; echo and job 3 runs"
+    submitted = command("sbatch", said)
     asked = command("squeue", "echo 77")
+    cancelled = command("scancel", ":")
+    folder = paths.submitit / "sandbox-0"
+    folder.mkdir(parents=True)
+    (folder / f"{'0f' * 16}.pkl").write_bytes(b"what it runs")  # as who was killed after sbatch's answer leaves it
     assert launch.submit(paths, "sandbox").id == "77" and not submitted.read_text()
+    assert (folder / "77_submitted.pkl").read_bytes() == b"what it runs"
     assert f"--name=run.sandbox-0.{paths.root.stat().st_ino:x} " in asked.read_text()
     assert launch.submit(paths, "sandbox").id == "42", "77 is known now: another one is wanted beside it"
+    command("squeue", "echo 78")
+    assert launch.submit(paths, "sandbox").id == "42" and cancelled.read_text() == "78\n", "it had nothing to run"
+
+
+def test_what_nobody_wrote_down_is_cancelled_at_the_end(command: Callable[[str, str], Path], tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path / "run")
+    paths.root.mkdir()
+    paths.make()
+    inode = f"{paths.root.stat().st_ino:x}"
+    command("squeue", f"echo '5|mine.control-0.{inode}'; echo '6|other.control-0.abc'; echo '7|mine.sandbox-0.{inode}'")
+    cancelled = command("scancel", ":")
+    launch.record(paths, "submitted", role="sandbox", index=0, executor="slurm", id="7", wall=1.0)
+    launch.slurm.cancel_strays(paths)
+    assert cancelled.read_text() == "5\n"
+
+
+def test_only_one_command_starts_a_run(command: Callable[[str, str], Path], tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path / "run")
+    paths.root.mkdir()
+    paths.make()
+    settings = load(tmp_path, '[launch]\nexecutor = "slurm"\n')
+    paths.config.write_text(config.dump(settings))
+    command("sbatch", "sleep 2; echo Submitted batch job 42")
+    command("squeue", "case $* in *--jobs=*) echo '42|RUNNING|1:00:00|n1|None' ;; esac")
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        starts = [pool.submit(launch.start, paths, settings) for _ in range(2)]
+        failures = [start.exception() for start in starts]
+    (failure,) = [failure for failure in failures if failure is not None]
+    assert isinstance(failure, ConfigError) and "another command has been starting it" in str(failure)
+    with pytest.raises(ConfigError, match=r"is running \(job 42\)"):
+        launch.start(paths, settings)
+    assert len(launch.jobs(paths)) == 1
+
+
+def test_stop_reaches_control_though_slurm_does_not_answer(command: Callable[[str, str], Path], tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path / "run")
+    paths.root.mkdir()
+    paths.make()
+    paths.config.write_text(config.dump(load(tmp_path, '[launch]\nexecutor = "slurm"\n')))
+    launch.record(paths, "submitted", role="control", index=0, executor="slurm", id="42", wall=time.time())
+    command("squeue", "echo 'slurm_load_jobs error: Unable to contact slurm controller' >&2; exit 1")
+    said = hpcrl("stop", paths.root)
+    assert said.returncode and "has been asked to stop all the same" in said.stderr
+    assert [read_json(path) for path in paths.inbox.glob("stop-*.json")] == [{"command": "stop"}]
+
+
+HEARTBEAT = {
+    "state": "running", "phase": "rl", "updates": {"done": 1, "total": 9}, "reward": None, "evaluations": {}, "lag": 0,
+    "trajectories": {"running": 0, "waiting": 0, "scored": 0}, "tokens_per_s": 0.0, "busy_share": 0.0, "eta_s": None,
+    "accounting": {"faults": {}}, "evaluating": "", "version": 0, "last_fault": "",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("answer", "heard_s", "expected"),
+    [
+        ("42|FAILED|0:00|n1|NonZeroExitCode", None, "state: broken off (job 42, control, ended (failed) before it"),
+        ("42|CANCELLED|0:00|n1|None", 5, "state: broken off (control is gone; `hpcrl resume"),
+        ("42|RUNNING|59:00|n1|None", 400, "wrong: control has said nothing for 40"),
+        ("42|PENDING|59:00||Resources", None, "control-0: job 42, pending for 0 min (Resources) of 59 min"),
+    ],
+)
+def test_status_tells_a_run_that_does_not_go_on(
+    answer: str, heard_s: float | None, expected: str, command: Callable[[str, str], Path], tmp_path: Path
+) -> None:
+    paths = RunPaths(tmp_path / "run")
+    paths.root.mkdir()
+    paths.make()
+    paths.config.write_text(config.dump(load(tmp_path, '[launch]\nexecutor = "slurm"\n')))
+    launch.record(paths, "submitted", role="control", index=0, executor="slurm", id="42", wall=time.time())
+    command("squeue", f"echo '{answer}'")
+    if heard_s is not None:
+        publish_json(paths.heartbeat, HEARTBEAT | {"wall": time.time() - heard_s})
+    said = hpcrl("status", paths.root, env=os.environ | {"COLUMNS": "1000"})
+    assert expected in said.stdout, said
 
 
 # ---- this node ------------------------------------------------------------------------------------------------------
@@ -426,7 +509,9 @@ async def test_a_submission_that_slurm_refuses_is_tried_again_and_the_run_goes_o
     assert sorted((job.role, job.index) for job in launch.jobs(cluster.paths)) == [
         ("learner", 0), ("rollout", 0), ("rollout", 1), ("sandbox", 0),
     ]  # fmt: skip
-    cluster.all_run(_100="COMPLETED|0:00|n1")
+    first = launch.newest(cluster.paths, "rollout", 0)
+    assert first is not None
+    cluster.all_run(**{f"_{first.id}": "COMPLETED|0:00|n1"})
     (tmp_path / "refuse").touch()
     for _ in range(3):
         cluster.fleet._pause_until = 0.0
@@ -456,6 +541,28 @@ async def test_a_job_has_its_successor_before_its_time_is_over(
     fresh = launch.jobs(cluster.paths)[len(before) :]
     assert sorted((job.role, job.index) for job in fresh) == [("rollout", 0), ("rollout", 1), ("sandbox", 0)]
     assert not cluster.fleet.restarts
+
+
+async def test_an_answer_that_is_cut_short_ends_nothing(
+    command: Callable[[str, str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = Cluster(tmp_path, command, gpu_hours=9)
+    await cluster.ensure()
+    cluster.all_run()
+    await cluster.ensure()
+    before = launch.jobs(cluster.paths)
+    cluster.say(_100="RUNNING|59:00|n1")  # and not a word of the others
+    for _ in range(3):
+        await cluster.ensure()
+    assert launch.jobs(cluster.paths) == before and not cluster.fleet.ended
+    cluster.all_run()
+    await cluster.ensure()
+    monkeypatch.setitem(fleet.GONE_S, "slurm", 0.01)
+    cluster.say(_100="RUNNING|59:00|n1")
+    await cluster.ensure()
+    await asyncio.sleep(0.02)
+    await cluster.ensure()
+    assert len(cluster.fleet.ended) == len(before) - 1
 
 
 async def test_hosts_with_long_steps_leave_sooner_and_have_their_successors_sooner(

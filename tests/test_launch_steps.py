@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import os
 import signal
@@ -131,7 +132,7 @@ async def test_what_was_submitted_ahead_is_not_submitted_again(
     command: Callable[[str, str], Path], tmp_path: Path
 ) -> None:
     cluster = Cluster(tmp_path, command, gpu_hours=9, fleet='"presubmitted"', lives=2)
-    first = launch.start(cluster.paths, cluster.settings)
+    first = await asyncio.to_thread(launch.start, cluster.paths, cluster.settings)
     made = launch.jobs(cluster.paths)
     assert [(job.role, job.index) for job in made[::2]] == launch.wanted(cluster.settings)
     assert first == made[0] and launch.successor(cluster.paths, first) == made[1]

@@ -76,6 +76,17 @@ def test_control_that_is_told_of_its_end_hands_over(drill: Drill) -> None:
     assert drill.jobs("rollout") == before[1], "they carried on"
 
 
+def test_control_that_is_told_of_its_end_while_it_starts_hands_over(drill: Drill) -> None:
+    before, incarnation = drill.jobs("control")[0]["id"], drill.status()["incarnation"]
+    with drill.drill("USR2 to a control that starts"):
+        for pid in pids(drill.run, "hpcrl.roles", "control"):
+            os.kill(pid, signal.SIGKILL)
+        until(lambda: pids(drill.run, "hpcrl.roles", "control"), 60)
+        drill.slurm.ask("scancel", "--signal=USR2", before)
+        until(lambda: drill.jobs("control") and drill.jobs("control")[0]["id"] != before, 240)
+        until(lambda: drill.status()["incarnation"] > incarnation, 240)
+
+
 def test_control_that_is_killed_comes_back_within_its_job(drill: Drill) -> None:
     before = drill.jobs("control"), drill.jobs("rollout")
     with drill.drill("kill -9 of control"):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Annotated, Any
 
@@ -15,6 +17,7 @@ from hpcrl.cli.common import AsJson, RunFolder, passing_over
 from hpcrl.layout import RunPaths, read_json, read_lines
 from hpcrl.types import ConfigError
 
+SILENT_S = 60.0  # without a word of control's, after which something is wrong
 LOGS = (*launch.ROLES, "host")
 
 app = typer.Typer()
@@ -78,6 +81,7 @@ def watch(run: RunFolder) -> None:
     from hpcrl.observe.live import Watch
 
     paths = RunPaths.of(run)
+    asked = -float("inf")
     with Watch() as view:
         try:
             while read_json(paths.stopped) is None:
@@ -85,6 +89,16 @@ def watch(run: RunFolder) -> None:
                 if row is not None:
                     with passing_over(paths.heartbeat):
                         view.show(row)
+                silent = row is None or time.time() - row["wall"] > SILENT_S
+                if silent and time.monotonic() - asked > SILENT_S:
+                    asked, row = time.monotonic(), full_status(paths)
+                    if row["state"] != "running":
+                        view.say(f"{row['state']}: {row['reason']}" if row.get("reason") else row["state"])
+                    for job in row["jobs"]:
+                        if job["alive"]:
+                            view.say("  " + job_line(job))
+                    if row["state"] == "broken off":
+                        sys.exit(1)
                 time.sleep(1.0)
         except KeyboardInterrupt:
             return
@@ -99,7 +113,7 @@ def heartbeat(paths: RunPaths) -> dict[str, Any] | None:
     with passing_over(paths.heartbeat):
         row = read_json(paths.heartbeat)
         if row is not None:
-            row["updates"]["done"] + 0, success(row["evaluations"]), row["state"] + ""
+            row["updates"]["done"] + 0, success(row["evaluations"]), row["state"] + "", row["wall"] + 0
             if row["updates"]["total"]:
                 panel(row)
         return row
@@ -128,17 +142,31 @@ def full_status(paths: RunPaths) -> dict[str, Any]:
             states = {job.key: launch.State(alive=True, name="UNKNOWN") for job in found}
         jobs = [asdict(job) | asdict(states[job.key]) for job in found]
     stopped = read_json(paths.stopped)
-    if (
-        stopped is None
-        and found is not None
-        and row["state"] == "running"
-        and not any(job["alive"] for job in jobs if job["role"] == "control")
-    ):
-        row["state"], row["reason"] = "broken off", f"control is gone; `hpcrl resume {paths.root}` continues"
+    controls = [job for job in jobs if job["role"] == "control"]
+    if stopped is not None:
+        row["state"], _, reason = str(stopped.get("outcome", "stopped")).partition(": ")
+        row = {**row, "reason": reason, "wrong": []}
+    elif found is not None and not any(job["alive"] for job in controls):
+        row["state"], row["reason"] = _broken_off(paths, row["state"], controls)
+    elif row["state"] == "running" and (silent_s := time.time() - row["wall"]) > SILENT_S:
+        said = f"control has said nothing for {silent_s:.0f} s: it hangs, or the clocks of its node and of this differ"
+        row["wrong"] = [said, *row.get("wrong", [])]
     return row | {
         "name": settings.name, "executor": settings.launch.executor, "seed": settings.seed, "run": str(paths.root),
         "jobs": jobs, "success": success(row["evaluations"]),
     }  # fmt: skip
+
+
+def _broken_off(paths: RunPaths, state: str, controls: Sequence[dict[str, Any]]) -> tuple[str, str]:
+    """State and reason of a run that has no control, and did not end."""
+    again = f"`hpcrl resume {paths.root}`"
+    if not controls:
+        return "starting", f"none of its jobs is known yet; if no `hpcrl train` is at it, {again} starts it"
+    if state == "running":
+        return "broken off", f"control is gone; {again} continues"
+    ended = controls[-1]
+    why = f"job {ended['id']}, control, ended ({ended['name'].lower()}) before it said anything"
+    return "broken off", f"{why}; `hpcrl logs {paths.root} control` may say why, {again} tries again"
 
 
 def job_line(job: dict[str, Any]) -> str:
@@ -151,7 +179,8 @@ def job_line(job: dict[str, Any]) -> str:
     if job["reason"]:
         words.append(f"({job['reason']})")
     if job["left_s"] is not None:
-        words.append(f"{job['left_s'] / 3600:.1f} h left" if job["left_s"] >= 3600 else f"{job['left_s']:.0f} s left")
+        left = f"{job['left_s'] / 3600:.1f} h" if job["left_s"] >= 3600 else f"{job['left_s'] / 60:.0f} min"
+        words.append(f"of {left}" if job["name"] == "PENDING" else f"{left} left")
     return " ".join(words)
 
 

@@ -24,6 +24,7 @@ from hpcrl.types import ConfigError, is_number
 
 WATCH_S = 0.5
 STOP_S = 600.0  # that `hpcrl stop` waits for a control that winds down
+HANG_S = 150.0  # without a heartbeat, after which a control is held to hang
 RESERVE_BYTES = 4 << 20  # kept aside in the run folder, so that a full disk can still be reported
 
 app = typer.Typer()
@@ -104,7 +105,7 @@ def resume(
     if settings != old:
         publish(paths.config, config.dump(settings))
     paths.stopped.unlink(missing_ok=True)
-    for asked in paths.inbox.glob("stop-*.json"):  # of the control before
+    for asked in (*paths.inbox.glob("stop-*.json"), *paths.inbox.glob("scale-*.json")):  # of the control before
         asked.unlink(missing_ok=True)
     reserve(paths)
     begin(paths, settings, detach)
@@ -115,18 +116,25 @@ def stop(run: RunFolder) -> None:
     """End all of a run's roles in order. What is open continues at the next `hpcrl resume`."""
     paths = RunPaths.of(run)
     if launch.at_rest(paths):
-        print(f"{run}: has ended; nothing is left of it")
+        print(f"{run}: has ended already; none of its jobs is left to stop")
         return
-    control = launch.current(paths)
-    if control is not None and launch.look([control])[control.key].name == "PENDING":
+    ask_to_stop(paths)  # first: control needs no Slurm for it
+    try:
+        control = launch.current(paths)
+        pending = control is not None and launch.look([control])[control.key].name == "PENDING"
+    except launch.SlurmError as error:
+        raise launch.SlurmError(f"{error}; control, if it runs, has been asked to stop all the same") from error
+    if control is not None and pending:
         launch.send([control], signal.SIGKILL)
     elif launch.alive(control):
-        ask_to_stop(paths)
         print(f"{run}: stopping: trajectories in flight are parked, the store is sealed …", flush=True)
         until = time.monotonic() + STOP_S
-        while launch.alive(control) and time.monotonic() < until:
+        seen, moved = None, time.monotonic()  # of control's heartbeat
+        while launch.alive(control) and time.monotonic() < until and time.monotonic() - moved < HANG_S:
             time.sleep(look_s(paths))
             control = launch.current(paths)  # the next, where it was about to hand over
+            if seen != (seen := (heartbeat(paths) or {}).get("wall")):
+                moved = time.monotonic()
     if launch.alive(control) and read_json(paths.stopped) is None:
         publish_json(paths.stopped, {"outcome": "stopped", "wall": time.time()})  # it hangs: not to be started again
     left = end_jobs(paths)
@@ -164,6 +172,8 @@ def _sized(settings: Config, size: str) -> str:
         names = ", ".join(pool.name for _, pool in pools)
         raise ConfigError(f"{size}: must be POOL=JOBS, with one of these pools: {names}")
     role, pool = found[0]
+    if role == "rollout" and int(count) < 1:
+        raise ConfigError(f"{size}: a pool of rollout jobs has at least 1; `hpcrl stop` ends the run")
     if pool is not getattr(settings, role)[-1]:  # jobs are numbered through a role's pools
         raise ConfigError(f"{size}: only the last pool of a role can change while it runs; stop, and resume with --set")
     return f"{role}.{name}.jobs={count}"
@@ -339,6 +349,8 @@ def ask_to_stop(paths: RunPaths) -> None:
 def end_jobs(paths: RunPaths) -> int:
     """End whatever of a run still lives; how many jobs that were."""
     alive = launch.living(paths)
+    if config.load_resolved(paths.config).launch.executor == "slurm":
+        launch.slurm.cancel_strays(paths)
     launch.send(alive, signal.SIGTERM)
     until = time.monotonic() + (15 if all(job.executor == "local" for job in alive) else 60)
     left = alive

@@ -12,9 +12,9 @@ import functools
 import json
 import os
 import signal
-import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 
 from hpcrl.config import Config, load_resolved, seconds_of
@@ -22,7 +22,7 @@ from hpcrl.launch import local, slurm, steps
 from hpcrl.launch.jobs import GONE, ROLES, STATIC, Executor, Job, Role, State, jobs, newest, record, wanted
 from hpcrl.launch.slurm import SUBMIT_S, SlurmError
 from hpcrl.layout import RunPaths, listed, next_number, publish, read_json
-from hpcrl.types import HpcrlError
+from hpcrl.types import ConfigError, HpcrlError
 
 __all__ = ["GONE", "ROLES", "Job", "Role", "SlurmError", "State", "jobs", "newest", "record", "wanted"]
 
@@ -85,9 +85,14 @@ def _by_executor(jobs: Iterable[Job]) -> dict[str, list[Job]]:
 def start(paths: RunPaths, config: Config) -> Job:
     """Submit control, which submits the rest. Where it may not: every job, and those that are to follow it.
 
-    Returns control's first job. Raises HpcrlError when one is refused; those before it are cancelled.
+    Returns control's first job. Raises HpcrlError when one is refused, those before it are cancelled; ConfigError when
+    the run has a control, or another command is about to give it one.
     """
-    control = submit(paths, "control")
+    with _only_one(paths):
+        before = current(paths)
+        if before is not None and alive(before):
+            raise ConfigError(f"{paths.root}: is running (job {before.id}); watch it with `hpcrl watch {paths.root}`")
+        control = submit(paths, "control")
     if config.launch.fleet == "live":
         return control
     submitted = [control]
@@ -107,6 +112,26 @@ def start(paths: RunPaths, config: Config) -> Job:
     return control
 
 
+@contextlib.contextmanager
+def _only_one(paths: RunPaths) -> Iterator[None]:
+    """Two that start a run at once would give it two controls."""
+    claim = paths.control / "start.claim"
+    while True:
+        try:
+            os.close(os.open(claim, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644))
+            break
+        except FileExistsError:
+            with contextlib.suppress(FileNotFoundError):
+                if (age_s := time.time() - claim.stat().st_mtime) < 2 * SUBMIT_S:
+                    said = f"another command has been starting it for {age_s:.0f} s"
+                    raise ConfigError(f"{paths.root}: {said}; wait for it, or remove {claim}") from None
+                claim.unlink()  # of one that was killed
+    try:
+        yield
+    finally:
+        claim.unlink(missing_ok=True)
+
+
 def _turn(config: Config, before: Job) -> str:
     """When the job that follows may begin: when that one has ended; or a while before, where two may be at once."""
     asked = config.slurm_of(before.role, before.index)
@@ -119,17 +144,7 @@ def _turn(config: Config, before: Job) -> str:
 def submit(paths: RunPaths, role: Role, index: int = 0, control: int = 0, *, after: str = "") -> Job:
     """Submit one job, for the control of that incarnation. `after`: Slurm's word for what it waits for. Raises
     HpcrlError with the executor's own words when it is refused."""
-    try:
-        done = subprocess.run(
-            [*_helper(paths, role, index, control), after],
-            capture_output=True,
-            start_new_session=True,
-            check=False,
-            timeout=SUBMIT_S,
-        )
-    except subprocess.TimeoutExpired as error:
-        raise SlurmError(_unanswered(role, index)) from error
-    return _submitted(role, index, done.returncode, done.stdout, done.stderr)
+    return asyncio.run(submit_async(paths, role, index, control, after=after))
 
 
 async def submit_async(paths: RunPaths, role: Role, index: int, control: int, *, after: str = "") -> Job:
@@ -137,21 +152,18 @@ async def submit_async(paths: RunPaths, role: Role, index: int, control: int, *,
     process = await asyncio.create_subprocess_exec(
         *_helper(paths, role, index, control),
         after,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
         start_new_session=True,
     )
     try:
         async with asyncio.timeout(SUBMIT_S):
             out, err = await process.communicate()
     except TimeoutError as error:
-        process.kill()
-        raise SlurmError(_unanswered(role, index)) from error
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # sbatch, too, which may yet have its job taken
+        raise SlurmError(f"job {role}-{index} could not be submitted: no answer for {SUBMIT_S:g} s") from error
     return _submitted(role, index, process.returncode, out, err)
-
-
-def _unanswered(role: Role, index: int) -> str:
-    return f"job {role}-{index} could not be submitted: no answer for {SUBMIT_S:g} s"
 
 
 def _helper(paths: RunPaths, role: Role, index: int, control: int) -> Sequence[str]:

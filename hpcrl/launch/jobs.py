@@ -79,8 +79,8 @@ def wanted(config: Config) -> list[tuple[Role, int]]:
     """(role, index) of every job of a run."""
     counts: dict[Role, int] = {
         "control": 1,
+        "sandbox": sum(pool.jobs for pool in config.sandbox),  # before those that may queue for long, and need them
         "rollout": sum(pool.jobs for pool in config.rollout),
-        "sandbox": sum(pool.jobs for pool in config.sandbox),
         "learner": 1,
     }
     return [(role, index) for role, count in counts.items() for index in range(count)]

@@ -10,11 +10,13 @@ import functools
 import logging
 import math
 import os
+import re
 import shlex
 import signal
 import subprocess
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from hpcrl.config import Config, seconds_of
@@ -149,7 +151,32 @@ def _unrecorded(paths: RunPaths, config: Config, role: Role, index: int) -> str:
     name = job_name(paths, config, role, index)
     found = ask("squeue", "--me", "--noheader", "--states=PENDING,RUNNING", f"--name={name}", "--format=%i").split()
     known = {job.id for job in jobs(paths)}
-    return next((id for id in found if id not in known), "")
+    for id in found:
+        if id not in known:
+            if _has_body(paths.submitit / f"{role}-{index}", id):
+                return id
+            ask("scancel", id)  # it would wait for it in vain
+    return ""
+
+
+def _has_body(folder: Path, id: str) -> bool:
+    """Whether what a job is to run is there under its id, where submitit's process looks for it: who was killed between
+    sbatch's answer and that left it under a name of its own."""
+    wanted = folder / f"{id}_submitted.pkl"
+    left = sorted(folder.glob("[0-9a-f]" * 32 + ".pkl"), key=lambda path: path.stat().st_mtime)
+    if not wanted.exists() and left:
+        left[-1].rename(wanted)
+    return wanted.exists()
+
+
+def cancel_strays(paths: RunPaths) -> None:
+    """Cancel what sbatch took of this run and nobody wrote down. Raises SlurmError when Slurm doesn't answer."""
+    known = {job.id for job in jobs(paths)}
+    mine = f".{paths.root.stat().st_ino:x}"
+    said = ask("squeue", "--me", "--noheader", "--states=PENDING,RUNNING", "--format=%i|%j")
+    rows = [row.partition("|") for row in said.splitlines()]
+    if strays := [id for id, _, name in rows if name.endswith(mine) and id not in known]:
+        ask("scancel", *strays)
 
 
 def script(paths: RunPaths, config: Config, role: Role, index: int) -> str:
@@ -166,6 +193,15 @@ def _executor(paths: RunPaths, config: Config, role: Role, index: int) -> Any:
         @classmethod
         def affinity(cls) -> int:
             return 2  # a script can be made where there is no srun; sbatch says it if it is missing
+
+        @staticmethod
+        def _get_job_id_from_submission_command(string: bytes | str) -> str:
+            """Of a whole line: a site's sbatch may speak of other jobs, too."""
+            said = string if isinstance(string, str) else string.decode(errors="replace")
+            found = re.findall(r"^Submitted batch job (\d+)\b.*$", said, re.MULTILINE)
+            if not found:
+                raise SlurmError(f"sbatch names no job: {said[:300]!r}")
+            return str(found[-1])
 
     python, _ = container_of(paths, config.slurm_of(role, index))
     executor = SlurmExecutor(folder=paths.submitit / f"{role}-{index}", python=shlex.join(python) or None)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 
 from hpcrl.config import Config
 from hpcrl.layout import RunPaths, read_json
+from hpcrl.types import StoreError
 
 logger = logging.getLogger(__name__)
 
@@ -25,9 +27,10 @@ class ControlWatch:
         now = time.monotonic()
         if now - self._looked > self.LOOK_S:
             self._looked = now
-            row = read_json(self._paths.heartbeat)
-            if row is not None and row["wall"] != self._seen:
-                self._seen, self._moved = row["wall"], now
+            with contextlib.suppress(StoreError):  # junk is no word of control's
+                row = read_json(self._paths.heartbeat)
+                if row is not None and row.get("wall") != self._seen:
+                    self._seen, self._moved = row.get("wall"), now
         if now - self._moved <= self._patience_s:
             return False
         logger.warning("no control for %g s: this role ends", self._patience_s)

@@ -155,6 +155,10 @@ class LedgerWriter(_Writer):
         self._append({"follows": {"incarnation": last, "lines": lines}})
         self._lines = 1
 
+    def is_superseded(self, paths: RunPaths) -> bool:
+        """Whether another control has begun since."""
+        return _Files(paths.ledger).look()[-1] > self.incarnation
+
     def append(self, entries: Iterable[Entry]) -> list[Position]:
         rows = [dataclasses.asdict(entry) for entry in entries]
         if not rows:

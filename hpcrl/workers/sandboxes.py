@@ -28,7 +28,7 @@ from hpcrl.workers.guest import LEAVING, Guest, open_listener, security
 
 logger = logging.getLogger(__name__)
 
-LEAVE_S = 10.0  # in which what control had just placed here has come
+LEAVE_S = 30.0  # in which what control had just placed here has come
 LINE = "2ms"  # what gathers in that time goes between host and sandbox node as one message
 
 

@@ -152,7 +152,7 @@ async def test_what_was_submitted_ahead_is_not_submitted_again(
     cluster.all_run(_108="FAILED|0:00|n1", _109="TIMEOUT|0:00|n1")
     assert await cluster.ensure() == "stopped: learner: the jobs that were submitted ahead are used up"
     cluster.fleet.ended.clear()
-    cluster.all_run(_102="FAILED|0:00|n1", _103="FAILED|0:00|n1", _104="FAILED|0:00|n1", _105="FAILED|0:00|n1")
+    cluster.all_run(_104="FAILED|0:00|n1", _105="FAILED|0:00|n1", _106="FAILED|0:00|n1", _107="FAILED|0:00|n1")
     assert await cluster.ensure() == "failed: rollout pool r: the jobs that were submitted ahead are used up"
     cluster.fleet.done.add("learner")
     cluster.all_run(_108="COMPLETED|0:00|n1", _109="PENDING|59:00|")
@@ -160,5 +160,6 @@ async def test_what_was_submitted_ahead_is_not_submitted_again(
     assert await cluster.ensure() is None
     assert "--state=PENDING 109\n" in cluster.cancelled.read_text(), "there is nothing to do for it"
     (tmp_path / "refuse").touch()
+    cluster.say()
     with pytest.raises(launch.HpcrlError, match="QOSMaxSubmitJob"):
-        launch.start(cluster.paths, cluster.settings)
+        await asyncio.to_thread(launch.start, cluster.paths, cluster.settings)

@@ -19,7 +19,7 @@ import pytest
 from run_parts import Receipts, Running, hpcrl, nothing_left, processes_of, running, verified, write_config
 
 from hpcrl import Run, launch
-from hpcrl.layout import RunPaths
+from hpcrl.layout import RunPaths, read_json
 from hpcrl.store.index import Store
 from hpcrl.store.ledger import lineage
 from hpcrl.store.records import Kind
@@ -227,3 +227,25 @@ def test_a_sandbox_pool_grows_where_trajectories_wait_for_sandboxes(tiny_model: 
 
 def _sandboxes(run: Path) -> list[launch.Job]:
     return [job for job in launch.living(RunPaths.of(run)) if job.role == "sandbox"]
+
+
+def test_a_stop_outlives_the_control_that_was_carrying_it_out(tiny_model: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    config = write_config(tmp_path, tiny_model, updates=0, tasks=0)
+    text = re.sub(r'\[\[phase\]\]\nname = "rl"[^[]+', "", config.read_text())
+    config.write_text(text.replace("updates = 4", "updates = 4000"))
+    with running("train", config, "--run", run, "--set", "rollout.engines=0", run=run) as live:
+        live.until("updates", lambda row: row["updates"]["done"] >= 1)
+        learner = live.role("learner")
+        learner.suspend()  # so that control waits for it
+        with Running("stop", run, run=run).process as stop:
+            live.until("a stop", lambda _: bool(list(live.paths.inbox.glob("stop-*"))), 60)
+            time.sleep(3)  # it has seen that, and waits for the learner
+            live.role("control").kill()
+            live.until("another control", lambda row: row["incarnation"] == 2)
+            learner.resume()
+            assert stop.wait(200) == 0 and live.wait() == 0, live.tail()
+    outcome = read_json(RunPaths.of(run).stopped)
+    assert outcome is not None and outcome["outcome"] == "stopped"
+    assert nothing_left(run) and not list(RunPaths.of(run).inbox.glob("stop-*"))
+    verified(run)

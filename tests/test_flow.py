@@ -149,7 +149,27 @@ def test_what_is_admitted_can_be_trained_within_max_lag() -> None:
     for row in rows[:8]:
         assert not starts(flow.handle(f.AttemptEnded(ended=ended(row.ticket)), 0.0))  # the learner is slow: no more
     more = starts(flow.handle(f.Updated(phase="rl", phase_update=1, version=1, num_trained=8), 0.0))
-    assert len(more) == 8
+    assert not more, "of version 0 these would be two updates behind when they are trained"
+    assert len(starts(flow.handle(f.LoadDone(node="n", version=1, ok=True), 0.0))) == 8
+
+
+@pytest.mark.parametrize(("engine", "admitted"), [(5, 24), (4, 16), (3, 8), (2, 0)])
+def test_an_engine_that_is_behind_gets_what_can_still_be_trained(engine: int, admitted: int) -> None:
+    phases = [PHASES[1] | {"max_lag": 2}]
+    flow = make(settings(phase=phases, evaluation={"tasks": 0}, rollout=[{"concurrent": 64}]))
+    joined(flow, capacity=64)
+    flow.handle(f.Published(version=5), 0.0)
+    assert len(starts(flow.handle(f.EngineChanged(node="n", ready=True, version=engine), 0.0))) == admitted
+
+
+def test_an_engine_that_stays_behind_holds_up_no_other() -> None:
+    flow = make(settings(phase=PHASES[1:], evaluation={"tasks": 0}, rollout=[{"concurrent": 64}]))
+    joined(flow, capacity=64)
+    flow.handle(f.HostJoined(host="i", node="m", capacity=20, held=()), 0.0)
+    flow.handle(f.Published(version=5), 0.0)
+    assert not starts(flow.handle(f.EngineChanged(node="n", ready=True, version=2), 0.0))
+    rows = starts(flow.handle(f.EngineChanged(node="m", ready=True, version=5), 0.0))
+    assert len(rows) == 16 and {row.host for row in rows} == {"i"}
 
 
 def test_how_many_more_would_run_were_there_sandboxes() -> None:
@@ -566,7 +586,7 @@ def test_any_trigger_is_fed(trigger: dict[str, int]) -> None:
         chosen = replay.fire(config.phase[0], 0.0)
         if chosen is not None:
             updates, trained = updates + 1, trained + len(chosen.entries)
-            todo += starts(
-                flow.handle(f.Updated(phase="rl", phase_update=updates, version=updates, num_trained=trained), 0.0)
-            )
+            made = f.Updated(phase="rl", phase_update=updates, version=updates, num_trained=trained)
+            todo += starts(flow.handle(made, 0.0))
+            todo += starts(flow.handle(f.LoadDone(node="n", version=updates, ok=True), 0.0))
     assert updates == 4

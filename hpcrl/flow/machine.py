@@ -208,6 +208,10 @@ class Flow:
         before = names[: names.index(phase.name)]
         return max((self.versions.get(name, 0) for name in before), default=0)
 
+    def _least_version(self, phase: Phase, behind: int) -> int:
+        """What an engine must have that may be so many versions behind the newest."""
+        return max(self._base_version(phase), self.newest - behind)
+
     def _updated(self, event: Updated) -> list[Instruction]:
         self.updates[event.phase] = event.phase_update
         self.trained[event.phase] = event.num_trained
@@ -229,8 +233,9 @@ class Flow:
 
     # -- admission --
 
-    def _room_in_phase(self, phase: Phase) -> int:
-        """How many more trajectories may be opened: what training needs, and what lag allows."""
+    def _room_in_phase(self, phase: Phase, behind: int = 0) -> int:
+        """How many more trajectories may be opened: what training needs, and what lag allows where the engine is so
+        many versions `behind` the newest."""
         open_now = sum(row.ticket.phase == phase.name for row in self.open.values())
         open_now += sum(len(group.ended) for group in self.groups.values() if group.phase == phase.name)
         waiting = self.ledgered[phase.name] - self.trained[phase.name]
@@ -239,7 +244,7 @@ class Flow:
         if phase.from_expert:
             return needed
         # What is opened now is trained after what waits: it may be at most max_lag updates behind by then.
-        return min(needed, batch * (1 + phase.max_lag) - waiting - open_now)
+        return min(needed, batch * (1 + phase.max_lag - behind) - waiting - open_now)
 
     @property
     def update_waits(self) -> bool:
@@ -277,12 +282,16 @@ class Flow:
                 out.append(start)
         phase = self.phase
         while phase is not None and not self._eval_waits() and not self.full:
-            if self._room_in_phase(phase) <= 0 or not self._host_for(phase.from_expert, self._base_version(phase), -1):
+            allowed = [lag for lag in range(phase.max_lag + 1) if self._room_in_phase(phase, lag) > 0]
+            if not allowed:
+                break
+            least = self._least_version(phase, allowed[-1])
+            if not self._host_for(phase.from_expert, least, -1):
                 break
             if self._needs_sandbox and not self._sandbox():
                 break
             for key in self._open_group(phase, self.num_groups[phase.name]):
-                start = self._place(self.open[key], now)
+                start = self._place(self.open[key], now, least)
                 if start is None:
                     self.pending.append(key)
                 else:
@@ -362,14 +371,14 @@ class Flow:
         best = max(free, key=lambda address: free[address], default="")
         return best if best and free[best] > 0 else ""
 
-    def _place(self, row: Open, now: float) -> Start | None:
+    def _place(self, row: Open, now: float, least: int = 0) -> Start | None:
         if now < max(row.not_before, row.claim_until):
             return None
         ticket = row.ticket
         verdict = ticket.verdict is not None
-        least = 0
         if ticket.kind == "train":
-            least = self._base_version(self.config.phase_named(ticket.phase))
+            phase = self.config.phase_named(ticket.phase)
+            least = max(least, self._least_version(phase, phase.max_lag))
         host = self._host_for(ticket.kind == "expert" or verdict, least, ticket.pinned)
         sandbox = self._sandbox() if self._needs_sandbox and not verdict else ""
         if not host or (self._needs_sandbox and not verdict and not sandbox):

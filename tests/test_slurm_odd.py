@@ -36,7 +36,7 @@ def test_an_array_of_runs_in_an_odd_place(slurm: Slurm, tiny_model: Path) -> Non
     link.symlink_to(place)
     command = top / "bin"  # the environment, too, is reached by a link
     command.symlink_to(Path(sys.executable).parent)
-    (place / "run.toml").write_text(config_of(model=tiny_model, updates=120))
+    (place / "run.toml").write_text(config_of(model=tiny_model, updates=4000))
     (top / "array.sh").write_text(ARRAY)
     sets = [word for key, value in SMALL.items() for word in ("--set", f"{key}={value}")]
     words = (top / "array.sh", link / "run.toml", link / "run", *sets)
@@ -56,24 +56,26 @@ def test_an_array_of_runs_in_an_odd_place(slurm: Slurm, tiny_model: Path) -> Non
         assert all(job.id.isdecimal() for job in found)
 
     (sandbox,) = [job for job in launch.jobs(runs[0]) if job.role == "sandbox"]
+    lives = lambda: list(runs[0].usage.glob(f"sandbox-0-{sandbox.id}.*"))  # noqa: E731
     for life in range(1, 4):
         slurm.ask("scontrol", "requeue", sandbox.id)
         until(lambda: slurm.job(sandbox.id)["JobState"] == "PENDING", 60)
         slurm.run("scontrol", "update", f"JobId={sandbox.id}", "StartTime=now")
-        until(lambda life=life: list(runs[0].logs.glob(f"*-j{sandbox.id}.{life}*")), 120)
+        until(lambda life=life: len(lives()) == life + 1, 120)
         before = updates(runs[0])
-        until(lambda before=before: updates(runs[0]) > before + 1 or runs[0].stopped.exists(), 120)
+        until(lambda before=before: updates(runs[0]) > before + 1, 120)
+    log = (runs[0].logs / f"sandbox-0-{sandbox.id}.jsonl").read_text()
+    assert log.count(f"starts as job {sandbox.id}") == 4, "no life's log is written over"
 
     # One is stopped by one path and goes on by the other.
     assert slurm.run(*HPCRL, "stop", link / "run-1").returncode == 0
     done = updates(runs[1])
     assert slurm.run(*HPCRL, "resume", place / "run-1", "--detach").returncode == 0
-    until(lambda: all((read_json(paths.stopped) or {}).get("outcome") == "done" for paths in runs), 400)
+    until(lambda: updates(runs[1]) > done + 1, 240)
     for paths in runs:
-        assert [row.update for row in lineage(paths) if row.trajectories] == list(range(1, 121))
+        assert slurm.run(*HPCRL, "stop", paths.root).returncode == 0
+        made = [row.update for row in lineage(paths) if row.trajectories]
+        assert made == list(range(1, len(made) + 1))
         report = verify(paths, deep=True)
         assert report.ok and not report.trained_twice, report
-    assert 0 < done < 120
-    logs = {path.name for path in runs[0].logs.glob(f"sandbox-0-*{sandbox.id}*")}
-    assert len(logs) == 4, logs
     shutil.rmtree(top)

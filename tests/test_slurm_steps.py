@@ -43,7 +43,7 @@ class InOneAllocation(Drill):
 
 
 def test_a_run_within_one_allocation(slurm: Slurm, folder: Path, tiny_model: Path) -> None:
-    run = InOneAllocation(slurm, folder, model=tiny_model, updates=40)
+    run = InOneAllocation(slurm, folder, model=tiny_model, updates=150)
     until(lambda: run.updates >= 3, 400)
     steps = run.steps()
     assert sorted(name.split(".")[1] for name in steps) == ["c0", "l0", "r0", "r1", "s0", "s1"]
@@ -56,10 +56,10 @@ def test_a_run_within_one_allocation(slurm: Slurm, folder: Path, tiny_model: Pat
     slurm.ask("scancel", "--signal=USR2", run.allocation)
     until(lambda: run.outcome() == "stopped", 180)
     # Another allocation goes on with it, to its end.
-    assert run.updates < 40
+    assert run.updates < 150
     run.begin()
-    until(lambda: run.outcome() == "done", 300)
-    assert run.updates == 40
+    until(lambda: run.outcome() == "done", 500)
+    assert run.updates == 150
     assert not acknowledged - run.acknowledged()
     report = verify(run.paths, deep=True)
     assert report.ok and not report.trained_twice, report

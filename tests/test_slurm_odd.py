@@ -28,6 +28,7 @@ exec "$HPCRL" train "$1" --run "$2-$SLURM_ARRAY_TASK_ID" --set "seed=$SLURM_ARRA
 SMALL = {"rollout.jobs": 1, "sandbox.jobs": 1, "learner.nodes": 1, "learner.ranks": 1}
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_an_array_of_runs_in_an_odd_place(slurm: Slurm, tiny_model: Path) -> None:
     top = Path(tempfile.mkdtemp(prefix="array"))

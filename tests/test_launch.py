@@ -291,10 +291,11 @@ def test_what_nobody_wrote_down_is_cancelled_at_the_end(command: Callable[[str, 
     paths.root.mkdir()
     paths.make()
     inode = f"{paths.root.stat().st_ino:x}"
-    command("squeue", f"echo '5|mine.control-0.{inode}'; echo '6|other.control-0.abc'; echo '7|mine.sandbox-0.{inode}'")
+    rows = (f"5|run.control-0.{inode}", "6|run.control-0.abc", f"7|run.sandbox-0.{inode}", f"8|other.control-0.{inode}")
+    command("squeue", "\n".join(f"echo '{row}'" for row in rows))
     cancelled = command("scancel", ":")
     launch.record(paths, "submitted", role="sandbox", index=0, executor="slurm", id="7", wall=1.0)
-    launch.slurm.cancel_strays(paths)
+    launch.slurm.cancel_strays(paths, load(tmp_path, '[launch]\nexecutor = "slurm"\n'))
     assert cancelled.read_text() == "5\n"
 
 

@@ -21,7 +21,7 @@ from run_parts import HPCRL, nothing_left, running, verified, write_config
 from store_parts import run_folder
 
 from hpcrl import launch, roles
-from hpcrl.config import Config
+from hpcrl.config import Config, dump
 from hpcrl.layout import publish_json, read_json
 from hpcrl.learner.ranks import Ranks
 from hpcrl.node import listener_of, port_is_free
@@ -171,6 +171,19 @@ async def test_a_scheduler_takes_the_next_port_when_another_was_quicker(
         scheduler = await roles._scheduler(config, security(paths))
         assert scheduler.port > 22000
         await scheduler.close()
+
+
+def test_a_config_that_no_control_can_run_with_ends_the_run_with_the_reason(tmp_path: Path) -> None:
+    paths = run_folder(tmp_path / "run")
+    launch.make_certificate(paths)
+    tree = {"phase": [{"name": "p", "trajectories": 2, "group_size": 2}]}
+    config = Config.model_validate(tree | {"launch": {"executor": "slurm", "interface": "ib7"}})
+    paths.config.write_text(dump(config))
+    command = (sys.executable, "-m", "hpcrl.roles", "control", str(paths.root))
+    done = subprocess.run(command, capture_output=True, timeout=120, check=False)
+    assert done.returncode == roles.FINAL, done.stderr
+    said = (read_json(paths.stopped) or {})["outcome"]
+    assert said.startswith("failed: launch.interface: ") and "has no interface 'ib7'" in said
 
 
 @pytest.mark.slow

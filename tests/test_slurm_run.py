@@ -308,7 +308,7 @@ def test_allocations_of_four_minutes_follow_one_another(slurm: Slurm, tiny_model
 @pytest.mark.timeout(3000)
 def test_tokens_that_engines_of_four_minutes_make_are_not_thrown_away(slurm: Slurm, tiny_model: Path) -> None:
     folder = Path(tempfile.mkdtemp(prefix="walltime"))
-    lagging = {"phase": f"{ENGINES['phase']}\nmax_lag = 4"}  # what is too old at a lag of 1 is so without Slurm, too
+    lagging = {"phase": f"{ENGINES['phase']}\nmax_lag = 4"}
     run = Drill(slurm, folder, model=tiny_model, time="4", signal_s=45, lead_s=70, **(ENGINES | lagging))
     lives = lambda role: {job.id for job in launch.jobs(run.paths) if job.role == role}  # noqa: E731
     until(lambda: all(len(lives(role)) >= 3 * count for role, count in ROLES.items()), 2400)

@@ -349,8 +349,9 @@ def ask_to_stop(paths: RunPaths) -> None:
 def end_jobs(paths: RunPaths) -> int:
     """End whatever of a run still lives; how many jobs that were."""
     alive = launch.living(paths)
-    if config.load_resolved(paths.config).launch.executor == "slurm":
-        launch.slurm.cancel_strays(paths)
+    settings = config.load_resolved(paths.config)
+    if settings.launch.executor == "slurm":
+        launch.slurm.cancel_strays(paths, settings)
     launch.send(alive, signal.SIGTERM)
     until = time.monotonic() + (15 if all(job.executor == "local" for job in alive) else 60)
     left = alive

@@ -21,7 +21,7 @@ from typing import Any
 
 from hpcrl.config import Config, seconds_of
 from hpcrl.config import Slurm as SlurmTable
-from hpcrl.launch.jobs import GONE, STATIC, Job, Role, State, jobs
+from hpcrl.launch.jobs import GONE, STATIC, Job, Role, State, jobs, wanted
 from hpcrl.layout import RunPaths, read_json
 from hpcrl.types import HpcrlError
 
@@ -169,13 +169,13 @@ def _has_body(folder: Path, id: str) -> bool:
     return wanted.exists()
 
 
-def cancel_strays(paths: RunPaths) -> None:
+def cancel_strays(paths: RunPaths, config: Config) -> None:
     """Cancel what sbatch took of this run and nobody wrote down. Raises SlurmError when Slurm doesn't answer."""
     known = {job.id for job in jobs(paths)}
-    mine = f".{paths.root.stat().st_ino:x}"
+    mine = [job_name(paths, config, *one) for one in wanted(config)]
     said = ask("squeue", "--me", "--noheader", "--states=PENDING,RUNNING", "--format=%i|%j")
     rows = [row.partition("|") for row in said.splitlines()]
-    if strays := [id for id, _, name in rows if name.endswith(mine) and id not in known]:
+    if strays := [id for id, _, name in rows if name in mine and id not in known]:
         ask("scancel", *strays)
 
 

@@ -157,7 +157,7 @@ class LedgerWriter(_Writer):
 
     def is_superseded(self, paths: RunPaths) -> bool:
         """Whether another control has begun since."""
-        return _Files(paths.ledger).look()[-1] > self.incarnation
+        return max(_Files(paths.ledger).look(), default=0) > self.incarnation
 
     def append(self, entries: Iterable[Entry]) -> list[Position]:
         rows = [dataclasses.asdict(entry) for entry in entries]

@@ -53,13 +53,19 @@ def test_a_host_leaves_while_there_is_time_for_a_step(left_s: float, took: list[
     assert (left_s < leaves_s(took)) is leaves
 
 
-async def test_a_sandbox_node_that_leaves_waits_for_what_is_lent(
-    node: tuple[SandboxNode, Line], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    served, line = node
+@pytest.fixture
+def told(node: tuple[SandboxNode, Line], monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
+    """Set when the node, which leaves without delay, ends."""
     monkeypatch.setattr(sandboxes, "LEAVE_S", 0.0)
     stop = asyncio.Event()
-    served.guest = cast(Any, SimpleNamespace(worker=None, stop=stop))
+    node[0].guest = cast(Any, SimpleNamespace(worker=None, stop=stop))
+    return stop
+
+
+async def test_a_sandbox_node_that_leaves_waits_for_what_is_lent(
+    node: tuple[SandboxNode, Line], told: asyncio.Event
+) -> None:
+    (served, line), stop = node, told
     held = box(line, "t")
     await held.run(["true"])
     leaving = asyncio.create_task(served.leave(60))
@@ -72,12 +78,9 @@ async def test_a_sandbox_node_that_leaves_waits_for_what_is_lent(
 
 
 async def test_a_sandbox_node_that_leaves_waits_no_longer_than_it_may(
-    node: tuple[SandboxNode, Line], monkeypatch: pytest.MonkeyPatch
+    node: tuple[SandboxNode, Line], told: asyncio.Event
 ) -> None:
-    served, line = node
-    monkeypatch.setattr(sandboxes, "LEAVE_S", 0.0)
-    stop = asyncio.Event()
-    served.guest = cast(Any, SimpleNamespace(worker=None, stop=stop))
+    (served, line), stop = node, told
     await box(line, "t").run(["true"])
     await served.leave(0.3)
     assert stop.is_set()

@@ -22,6 +22,7 @@ from hpcrl.config import Config, seconds_of
 from hpcrl.fleet import Fleet
 from hpcrl.launch import Job, SlurmError, slurm
 from hpcrl.launch.slurm import ask, look, state_of
+from hpcrl.launch.watch import ControlWatch
 from hpcrl.layout import RunPaths, publish_json, read_json
 from hpcrl.types import ConfigError, HpcrlError
 
@@ -679,3 +680,17 @@ def test_what_an_earlier_life_of_this_job_left_is_known(monkeypatch: pytest.Monk
         name: node.is_earlier_life(name) for name in ("a-r0-j123.0", "b-r0-j123.1", "a-r0-j123.2", "a-r0-j12.0", "a")
     }
     assert [name for name, earlier in found.items() if earlier] == ["a-r0-j123.0", "b-r0-j123.1"]
+
+
+def test_junk_in_a_heartbeat_is_no_word_of_control(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = RunPaths(tmp_path / "run")
+    paths.root.mkdir()
+    paths.make()
+    monkeypatch.setattr(ControlWatch, "LOOK_S", 0.0)
+    control = ControlWatch(paths, load(tmp_path, "[launch]\ncontrol_timeout_s = 0.3\n"))
+    publish_json(paths.heartbeat, {"wall": 1.0})
+    assert not control.gone()
+    paths.heartbeat.write_text('{"junk')
+    assert not control.gone()
+    time.sleep(0.4)
+    assert control.gone()

@@ -185,3 +185,13 @@ def test_lines_that_count_are_durable_whoever_wrote_them(tmp_path: Path) -> None
         LedgerWriter(paths)
         assert io.synced_bytes(path) == path.stat().st_size > whole
     assert names(entries(paths)) == ["a", "b"]
+
+
+def test_a_control_sees_that_another_has_begun_since(tmp_path: Path) -> None:
+    paths = run_folder(tmp_path)
+    first = LedgerWriter(paths)
+    assert not first.is_superseded(paths)
+    second = LedgerWriter(paths)
+    assert first.is_superseded(paths) and not second.is_superseded(paths)
+    first.close()
+    second.close()

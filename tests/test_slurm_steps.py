@@ -79,7 +79,7 @@ def test_a_learner_that_has_nothing_to_do_gives_its_nodes_back(slurm: Slurm, fol
 
 def test_where_compute_nodes_may_not_submit(slurm: Slurm, folder: Path, tiny_model: Path) -> None:
     ahead = ("--set", "launch.fleet=presubmitted", "--set", "launch.lives=2")
-    run = Drill(slurm, folder, *ahead, model=tiny_model, updates=30)
+    run = Drill(slurm, folder, *ahead, model=tiny_model, updates=400)
     submitted = launch.jobs(run.paths)
     assert len(submitted) == 12
     reasons = [slurm.job(job.id)["Reason"] for job in submitted[1::2]]
@@ -88,7 +88,7 @@ def test_where_compute_nodes_may_not_submit(slurm: Slurm, folder: Path, tiny_mod
     first, second = (job.id for job in submitted if job.role == "control")
     slurm.ask("scancel", first)
     until(lambda: slurm.job(second)["JobState"] == "RUNNING", 60)
-    until(lambda: (read_json(run.paths.stopped) or {}).get("outcome") == "done", 300)
+    until(lambda: (read_json(run.paths.stopped) or {}).get("outcome") == "done", 600)
     until(lambda: not slurm.ask("squeue", "--noheader"), 60)
     assert launch.jobs(run.paths) == submitted, "nothing was submitted later"
     report = verify(run.paths, deep=True)

@@ -616,6 +616,7 @@ class Driver:
             },
             "last_fault": flow.last_fault,
             "wrong": self._wrong(),
+            "pending": self._fleet.pending(),
             "steps": flow.counts.steps,
             "valid_calls": flow.counts.valid_calls / flow.counts.calls if flow.counts.calls else None,
             "receipts": self._receipts,

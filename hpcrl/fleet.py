@@ -147,6 +147,11 @@ class Fleet:
                 found.append(f"{job.role}-{job.index} (job {job.id}) has been pending for {minutes:.0f} min: {why}")
         return found
 
+    def pending(self) -> list[str]:
+        """The jobs that wait to begin, and why, as Slurm says: not wrong by itself, but where a quiet run stands."""
+        waiting = [job for job in self.wanted.values() if job is not None and self._is_pending(job)]
+        return [f"{job.role}-{job.index} ({self.states[job.key].reason or 'no reason given'})" for job in waiting]
+
     def _take_note(self) -> None:
         """Of jobs that were submitted ahead some may have come after this control began."""
         if self._config.launch.fleet == "presubmitted":
@@ -168,7 +173,7 @@ class Fleet:
             self._refusal = str(error)
             self._pause_until = now + min(max(1.0, now - self._refused_at), MAX_PAUSE_S)
             return False
-        self._refused_at = 0.0
+        self._refused_at, self._submitting = 0.0, None
         self._jobs.append(submitted)
         if (role, index) not in self.wanted:  # rescaled meanwhile
             self._leaving.append(submitted)

@@ -282,7 +282,7 @@ def watch_to_end(paths: RunPaths, settings: Config) -> int:
         signal.signal(number, interrupt)
     job = launch.start(paths, settings)
     restarts = updates = 0
-    told = False
+    told, waiting = False, ""
     look = LookAt(job, settings)
     with Watch() as view:
         while look.alive:
@@ -298,6 +298,9 @@ def watch_to_end(paths: RunPaths, settings: Config) -> int:
                     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
                 if row["updates"]["done"] > updates:  # the run moves: what died before is forgiven
                     restarts, updates = 0, row["updates"]["done"]
+            elif (waits := look.waits()) != waiting:  # for its allocation
+                waiting = waits
+                view.say(waits)
             if leaving:
                 print(f"\nthe run goes on: `hpcrl watch {paths.root}` shows it, `hpcrl stop {paths.root}` ends it")
                 return 0
@@ -309,7 +312,7 @@ def watch_to_end(paths: RunPaths, settings: Config) -> int:
                 if (later := launch.successor(paths, job)) is not None:  # it handed over
                     job, look = later, LookAt(later, settings)
                     continue
-                if look.name == "CANCELLED":
+                if look.state is not None and look.state.name == "CANCELLED":
                     what = f"`hpcrl stop {paths.root}` ends the other jobs, `hpcrl resume {paths.root}` goes on"
                     print(f"hpcrl: job {job.id}, control, was cancelled; {what}", file=sys.stderr)
                     return 1
@@ -375,14 +378,20 @@ class LookAt:
 
     def __init__(self, job: launch.Job, settings: Config) -> None:
         self._job, self._every_s = job, 0.0 if job.executor == "local" else settings.launch.look_s
-        self._alive, self._looked = True, 0.0
-        self.name = ""  # of its state, as the executor has it
+        self._looked = 0.0
+        self.state: launch.State | None = None  # as the executor has it
 
     @property
     def alive(self) -> bool:
-        if self._alive and time.monotonic() - self._looked > self._every_s:
+        if (self.state is None or self.state.alive) and time.monotonic() - self._looked > self._every_s:
             self._looked = time.monotonic()
             with contextlib.suppress(launch.SlurmError):
-                state = launch.look([self._job])[self._job.key]
-                self._alive, self.name = state.alive, state.name
-        return self._alive
+                self.state = launch.look([self._job])[self._job.key]
+        return self.state is None or self.state.alive
+
+    def waits(self) -> str:
+        """What a person who waits for Slurm wants to know; "" of a job that no queue holds."""
+        if self.state is None or self._job.executor == "local":
+            return ""
+        why = f" ({self.state.reason})" if self.state.reason else ""
+        return f"{self._job.role}-{self._job.index}: job {self._job.id}, {self.state.name.lower()}{why}"

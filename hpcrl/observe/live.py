@@ -62,6 +62,8 @@ def line(status: Mapping[str, Any]) -> str:
         f"lag {status['lag']}",
         f"ETA {duration(status['eta_s'])}",
     ]
+    if status.get("pending"):
+        parts.append(f"pending {', '.join(status['pending'])}")
     if faults := sum(status["accounting"]["faults"].values()):
         parts.append(f"faults {faults}")
     if status["evaluating"]:
@@ -87,6 +89,7 @@ def panel(status: Mapping[str, Any]) -> Group:
         ),
         ("lag", str(status["lag"])),
         ("faults", faults(status)),
+        *([("pending jobs", ", ".join(status["pending"]))] if status.get("pending") else []),
         *([("wrong", wrong(status))] if wrong(status) else []),
     ):
         table.add_row(Text(label, style="bold"), value)

@@ -18,7 +18,7 @@ from hpcrl.config import Config
 from hpcrl.layout import RunPaths
 from hpcrl.node import CLOSING_S
 from hpcrl.rollout.caps import load_cap
-from hpcrl.rollout.loop import AttemptFault, History, Loop, Where, history_of, unbegun
+from hpcrl.rollout.loop import History, Loop, Where, history_of, unbegun
 from hpcrl.rollout.render import Renderer
 from hpcrl.rollout.scripted import ScriptedEngine
 from hpcrl.store.index import Store
@@ -41,7 +41,6 @@ logger = logging.getLogger(__name__)
 
 EVENT_S = 0.02  # least time between two event messages of a worker
 TELL_S = 2.0  # for the supervisor to hear of it
-RELEASE_S = 5.0  # for a sandbox node to take a sandbox back
 
 
 class Supervisor(Protocol):
@@ -184,9 +183,8 @@ class Host:
         try:
             return await loop.run()
         finally:
-            with contextlib.suppress(AttemptFault, OSError, TimeoutError, asyncio.CancelledError):
-                async with asyncio.timeout(RELEASE_S):  # a node that hangs must not hold up this one
-                    await asyncio.shield(sandbox.release())
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.shield(sandbox.release())
 
     def _expert(self, ticket: Ticket) -> Callable[[str], str]:
         return lambda transcript: self._family.expert(ticket.task, transcript, ticket.seed)

@@ -29,6 +29,7 @@ from hpcrl.workers.guest import LEAVING, Guest, open_listener, security
 logger = logging.getLogger(__name__)
 
 LEAVE_S = 30.0  # in which what control had just placed here has come
+RELEASE_S = 5.0  # for a node to take a sandbox back
 LINE = "2ms"  # what gathers in that time goes between host and sandbox node as one message
 
 
@@ -240,8 +241,11 @@ class RemoteSandbox:
         return data
 
     async def release(self) -> None:
+        """Give it back, if its node can be reached: one that is gone has nothing to take, one that hangs finds out."""
         if self._held:
-            await self._line.call(op="release", **self._who)
+            with contextlib.suppress(AttemptFault, OSError, TimeoutError):
+                async with asyncio.timeout(RELEASE_S):
+                    await self._line.call(op="release", **self._who)
 
     async def _call(self, **call: Any) -> Any:
         first, self._held = not self._held, True

@@ -88,6 +88,7 @@ def test_a_ranks_gpu_is_one_that_it_sees(
     assert chosen == [torch.device("cuda", expected)]
 
 
+@pytest.mark.slow
 @pytest.mark.vllm
 @pytest.mark.timeout(900)
 def test_a_full_dev_shm_is_named_and_waited_out(tmp_path: Path, tiny_model: Path) -> None:

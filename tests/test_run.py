@@ -12,6 +12,7 @@ import re
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import h5py
 import psutil
@@ -208,11 +209,12 @@ def test_stop_and_resume_then_kill_all_and_resume(tiny_model: Path, tmp_path: Pa
     assert all(one < two for one, two in itertools.pairwise(versions)), "version numbers never go back"
 
 
-def test_a_sandbox_pool_grows_where_trajectories_wait_for_sandboxes(tiny_model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("shrinks", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_sandbox_pool_fits_its_size_to_the_need(tiny_model: Path, tmp_path: Path, shrinks: bool) -> None:
     run = tmp_path / "run"
     config = write_config(tmp_path, tiny_model, updates=0, tasks=0)
     text = re.sub(r'\[\[phase\]\]\nname = "rl"[^[]+', "", config.read_text())
-    config.write_text(text.replace("updates = 4", "updates = 400"))
+    config.write_text(text.replace("updates = 4", f"updates = {200 if shrinks else 4000}"))
     sets = ("rollout.engines=0", "sandbox.sessions=2", "sandbox.warm=1", "sandbox.maximum_jobs=3")
     words = [word for text in sets for word in ("--set", text)]
     with running("train", config, "--run", run, *words, run=run) as live:
@@ -220,6 +222,16 @@ def test_a_sandbox_pool_grows_where_trajectories_wait_for_sandboxes(tiny_model: 
         live.until("trajectories", lambda row: row["accounting"].get("COMPLETED", 0) > 100, 120)
         said = hpcrl("logs", run, "control", "--lines", 1000).stdout
         assert "sandbox pool sandbox: 3 jobs, was 1: " in said
+        if shrinks:
+
+            def all_are_made(row: dict[str, Any]) -> bool:  # while the learner, and who replaces it, hangs
+                with contextlib.suppress(IndexError, psutil.Error):
+                    live.role("learner").suspend()
+                return row["accounting"]["open"] == 0
+
+            live.until("an end to the trajectories that are needed", all_are_made, 400)
+            live.until("one sandbox job", lambda row: all_are_made(row) and len(_sandboxes(run)) == 1, 300)
+            live.role("learner").resume()
         assert hpcrl("stop", run).returncode == 0 and live.wait() == 0, live.tail()
     assert nothing_left(run)
     verified(run)
@@ -229,6 +241,7 @@ def _sandboxes(run: Path) -> list[launch.Job]:
     return [job for job in launch.living(RunPaths.of(run)) if job.role == "sandbox"]
 
 
+@pytest.mark.slow
 def test_a_stop_outlives_the_control_that_was_carrying_it_out(tiny_model: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     config = write_config(tmp_path, tiny_model, updates=0, tasks=0)

@@ -17,6 +17,7 @@ import pytest
 
 from hpcrl.config import SandboxPool
 from hpcrl.sandbox import backend as backends
+from hpcrl.sandbox import bench, watch
 from hpcrl.sandbox.backend import Backend, Limits, find_backend, process_tree
 from hpcrl.sandbox.memory import MemorySandbox
 from hpcrl.sandbox.pool import Pool, StaleAttempt
@@ -329,3 +330,23 @@ def _wait_for(left: Callable[[], list[int]], patience_s: float = 5.0) -> list[in
     while left() and time.monotonic() < deadline:
         time.sleep(0.05)
     return left()
+
+
+async def test_a_growing_command_is_seen_between_two_looks(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "LOOKS_PER_S", 2 / 600)  # one at each of two sandboxes in ten minutes
+    pool = Pool(CONFIG, backend)
+    quiet, bomb = await pool.acquire("quiet", 1), await pool.acquire("bomb", 1)
+    waits = asyncio.create_task(quiet.run(["sleep", "2"]))
+    await asyncio.sleep(0.5)
+    grow = "held = []\nfor _ in range(45): held.append(b'x' * (4 << 20))\nimport time; time.sleep(20)"
+    assert (await bomb.run(["python3", "-c", grow])).killed == "memory"
+    assert (await waits).code == 0
+    await pool.close()
+
+
+async def test_the_benchmark_has_every_figure(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, small in {"STARTS": 2, "COMMANDS": 5, "MANY": 3, "WATCHED": 4, "LONG_S": 0.3}.items():
+        monkeypatch.setattr(bench, name, small)
+    found = await asyncio.to_thread(bench.run_bench)
+    assert all(value > 0 for value in found.values()), found
+    assert found["session_start_ms_warm"] < found["session_start_ms_cold"] and found["sessions_per_gib"] > 10

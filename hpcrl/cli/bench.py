@@ -27,6 +27,18 @@ def store(
     found = run_bench(
         folder, {"slow syncs": bench_slow_sync}, scale=scale, say=lambda text: print(text, file=sys.stderr)
     )
+    _show(found, as_json)
+
+
+@app.command("sandbox")
+def sandbox(as_json: AsJson = False) -> None:
+    """What a sandbox costs here: to start, for each command, in memory and to be watched."""
+    from hpcrl.sandbox.bench import run_bench
+
+    _show(run_bench(lambda text: print(text, file=sys.stderr)), as_json)
+
+
+def _show(found: dict[str, float], as_json: bool) -> None:
     if as_json:
         print(json.dumps(found))
         return

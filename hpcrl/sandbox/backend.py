@@ -238,11 +238,19 @@ def process_tree(pid: int) -> list[int]:
     for number in found:
         try:
             for thread in os.listdir(f"/proc/{number}/task"):  # noqa: PTH208 (called ten times a second)
-                with open(f"/proc/{number}/task/{thread}/children") as file:  # noqa: PTH123
-                    found.extend(int(word) for word in file.read().split())
+                found.extend(map(int, read_proc(f"/proc/{number}/task/{thread}/children").split()))
         except OSError:
             continue
     return found
+
+
+def read_proc(path: str) -> bytes:
+    """A small file of /proc, in a third of the time that a file object takes."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return os.read(fd, 1 << 16)
+    finally:
+        os.close(fd)
 
 
 def kill(process: subprocess.Popen[bytes]) -> None:

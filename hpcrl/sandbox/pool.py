@@ -51,6 +51,11 @@ class Lease:
     def alive(self) -> bool:
         return not self._ended and self._session.alive
 
+    @property
+    def pid(self) -> int:
+        """The bwrap process, on the host."""
+        return self._session.pid
+
     async def run(
         self, command: Sequence[str], *, stdin: bytes = b"", timeout_s: float = 30.0, cap_bytes: int = 65536
     ) -> CommandResult:
@@ -158,6 +163,11 @@ class Pool:
             self._returning.discard(session)
             self._slots.release()
             self._top_up()
+
+    @property
+    def watch_thread(self) -> int:
+        """Its id, as /proc/self/task has it."""
+        return self._watch.thread_id
 
     def stats(self) -> PoolStats:
         sessions = [*self._idle, *(lease._session for lease in self._leases.values())]

@@ -3,6 +3,9 @@
 It runs outside the sandboxes, where their commands can't starve or stop it. Memory has no limit per sandbox that an
 ordinary user could set without a cgroup (rlimits are per process), so the sum over its processes is measured. Idle
 sandboxes cost nothing. At the limit the command is killed; at twice the limit, or when that had no effect, the sandbox.
+
+A look costs 50 us, so at many sandboxes there is one a second at each instead of ten. In between one number tells
+whether any can have grown: the memory of all this machine's processes together.
 """
 
 from __future__ import annotations
@@ -10,12 +13,14 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+import time
 from pathlib import Path
 from typing import Protocol
 
-from hpcrl.sandbox.backend import Limits, process_tree
+from hpcrl.sandbox.backend import Limits, process_tree, read_proc
 
 INTERVAL_S = 0.1
+LOOKS_PER_S = 250.0  # at single sandboxes, unless memory grows
 PATIENCE = 10  # looks after which a command that outlived its kill costs the sandbox
 _PAGE = os.sysconf("SC_PAGESIZE")
 
@@ -51,6 +56,10 @@ class Watch:
         self._running.pop(session, None)
         self._over.pop(session, None)
 
+    @property
+    def thread_id(self) -> int:
+        return self._thread.native_id or 0
+
     def close(self) -> None:
         self._closed = True
         self._wake.set()
@@ -58,6 +67,7 @@ class Watch:
 
     def _loop(self) -> None:
         pause = threading.Event()
+        looked, lowest = 0.0, 0  # when at all; the memory of the machine's processes since then
         while not self._closed:
             self._wake.wait()
             pause.wait(INTERVAL_S)
@@ -66,8 +76,13 @@ class Watch:
                 if self._running and not self._closed:
                     self._wake.set()  # one entered in between
                 continue
-            for session, loop in list(self._running.items()):
-                self._look(session, loop)
+            running, used, now = list(self._running.items()), processes_bytes(), time.monotonic()
+            lowest = min(lowest, used)
+            grown = used - lowest > min(session.limits.memory_bytes for session, _ in running) // 4
+            if grown or now - looked >= len(running) / LOOKS_PER_S:
+                looked, lowest = now, used
+                for session, loop in running:
+                    self._look(session, loop)
 
     def _look(self, session: Watched, loop: asyncio.AbstractEventLoop) -> None:
         limits, tree = session.limits, process_tree(session.pid)
@@ -87,6 +102,12 @@ class Watch:
             self.leave(session)  # its loop is closed
 
 
+def processes_bytes() -> int:
+    """Memory that belongs to the machine's processes, shared segments and tmpfs files included, the page cache not."""
+    rows = dict(line.split(b":", 1) for line in read_proc("/proc/meminfo").splitlines())
+    return sum(int(rows[name].split()[0]) << 10 for name in (b"AnonPages", b"Shmem"))
+
+
 def memory_bytes(pids: list[int], enough: int) -> int:
     """Memory of these processes together: the sum of RSS where that stays within `enough`, else of PSS.
 
@@ -98,8 +119,7 @@ def memory_bytes(pids: list[int], enough: int) -> int:
 
 def _rss_bytes(pid: int) -> int:
     try:
-        with open(f"/proc/{pid}/statm", "rb") as file:  # noqa: PTH123
-            return int(file.read().split()[1]) * _PAGE
+        return int(read_proc(f"/proc/{pid}/statm").split()[1]) * _PAGE
     except (OSError, IndexError):
         return 0
 

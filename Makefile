@@ -31,7 +31,7 @@ lint: install
 	$(BIN)/lint-imports
 
 test: lint
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow" --durations 40
 
 test-slow: lint
 	$(BIN)/python -m pytest -m slow --timeout 3600

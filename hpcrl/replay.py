@@ -48,12 +48,13 @@ class Replay:
     def fire(self, phase: Phase, since_s: float) -> Chosen | None:
         """The next update's trajectories, or None while no trigger is met; what is given out is gone from here.
 
-        Whole groups only, in the order in which they became whole; only as many as the first met trigger needs, so
-        that an update's size does not depend on how long the learner slept. `since_s`: seconds since the last update.
+        Whole groups only, those of the oldest version first: a group that one slow member held up is to be trained
+        before it is too old. Only as many as the first met trigger needs, so that an update's size does not depend on
+        how long the learner slept. `since_s`: seconds since the last update.
         """
         groups = self._waiting.get(phase.name, {})
         whole = [members for members in groups.values() if len(members) >= members[0][1].group_size]
-        whole.sort(key=lambda members: members[-1][0])
+        whole.sort(key=lambda members: (min(entry.min_version for _, entry in members), members[-1][0]))
         taken, trajectories, steps, tokens = 0, 0, 0, 0
         for members in whole:
             taken += 1

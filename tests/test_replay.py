@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from hpcrl.config import Phase
@@ -42,6 +44,16 @@ def test_only_whole_groups_are_taken_and_in_ledger_order() -> None:
     assert chosen.positions == ((1, 1), (1, 3), (1, 4), (1, 6))
     assert replay.fire(phase, 0.0) is None
     assert replay.waiting("rl") == 2
+
+
+def test_the_oldest_group_goes_first() -> None:
+    replay = Replay()
+    phase = Phase(name="rl", trajectories=2, group_size=2)
+    new = [replace(entry(name, "new", size=2), min_version=7) for name in ("n0", "n1")]
+    old = [replace(entry(name, "old", size=2), min_version=version) for name, version in (("o0", 9), ("o1", 6))]
+    replay.add(rows(old[0], *new, old[1]))
+    taken = [replay.fire(phase, 0.0), replay.fire(phase, 0.0)]
+    assert [chosen and chosen.trajectories for chosen in taken] == [("o0", "o1"), ("n0", "n1")]
 
 
 def test_a_group_that_lost_members_is_whole_without_them() -> None:

@@ -25,6 +25,7 @@ from hpcrl.types import ConfigError, is_number
 WATCH_S = 0.5
 STOP_S = 600.0  # that `hpcrl stop` waits for a control that winds down
 HANG_S = 150.0  # without a heartbeat, after which a control is held to hang
+ENDING_S = 90.0  # that Slurm may take to end a job that was cancelled
 RESERVE_BYTES = 4 << 20  # kept aside in the run folder, so that a full disk can still be reported
 
 app = typer.Typer()
@@ -89,9 +90,7 @@ def resume(
     settings = config.with_sets(old, sets or ())
     config.check_resume(old, settings)
     check_detach(settings, detach)
-    running = launch.current(paths)
-    if running is not None and launch.alive(running):
-        raise ConfigError(f"{run}: is running (job {running.id}); watch it with `hpcrl watch {run}`")
+    refuse_control(paths)
     if settings.launch.fleet == "presubmitted":
         refuse_running(paths)  # they would be doubled
     stopped = read_json(paths.stopped)
@@ -109,6 +108,15 @@ def resume(
         asked.unlink(missing_ok=True)
     reserve(paths)
     begin(paths, settings, detach)
+
+
+def refuse_control(paths: RunPaths) -> None:
+    """Raises ConfigError while control lives. One that was cancelled may take a while to end."""
+    until, run = time.monotonic() + ENDING_S, paths.root
+    while (job := launch.current(paths)) is not None and (state := launch.look([job])[job.key]).alive:
+        if state.name != "COMPLETING" or time.monotonic() > until:
+            raise ConfigError(f"{run}: is running (job {job.id}); watch it with `hpcrl watch {run}`")
+        time.sleep(look_s(paths))
 
 
 @app.command()

@@ -360,6 +360,9 @@ class Sandbox(Protocol):
 
     async def read(self, path: str, *, cap_bytes: int = 1 << 20) -> bytes: ...
 
+    async def renew(self) -> None:
+        """Put another in its place, in which nothing has run and nothing is written."""
+
 
 class Environment(Protocol):
     """One object per trajectory, living in the host. All effects go through the sandbox and the tools."""
@@ -377,8 +380,12 @@ class Environment(Protocol):
 
     async def step(self, calls: Sequence[ToolCall], sandbox: Sandbox) -> StepOutcome: ...
 
-    def rewards(self) -> Mapping[str, float]:
-        """Reward by source, once the trajectory ended. 1.0 of the source "outcome" is success."""
+    async def rewards(self, sandbox: Sandbox) -> Mapping[str, float]:
+        """Reward by source, once the trajectory ended. 1.0 of the source "outcome" is success.
+
+        The sandbox is the agent's, with all that it left there to deceive: take from it what is to be judged, and
+        `renew` it before anything of it is run.
+        """
 
     def state(self) -> bytes: ...
 

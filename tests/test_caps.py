@@ -140,7 +140,7 @@ class Says:
             return StepOutcome(results=(), messages=(), done=True)
         return self.outcomes[self.step_number - 1]
 
-    def rewards(self) -> Mapping[str, float]:
+    async def rewards(self, sandbox: Any) -> Mapping[str, float]:
         return {"outcome": 1.0}
 
     def state(self) -> bytes:

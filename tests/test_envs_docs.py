@@ -38,5 +38,5 @@ async def test_the_example() -> None:
         if outcome.done:
             break
         low, high = (guess + 1, high) if outcome.messages[0].text == "higher" else (low, guess - 1)
-    assert environment.rewards() == {"outcome": 1.0}
+    assert await environment.rewards(sandbox) == {"outcome": 1.0}
     assert not environment.parse("eight")[0].legal

@@ -34,7 +34,7 @@ async def play(task: Task, sandbox: Sandbox, policy, seed: int = 0, max_steps: i
         if outcome.done:
             break
         text += "<a>"
-    return environment.rewards()["outcome"], text
+    return (await environment.rewards(sandbox))["outcome"], text
 
 
 def test_the_module_is_a_family() -> None:
@@ -99,7 +99,7 @@ async def test_state_survives_a_move() -> None:
     second = find.make(task, 0)
     second.restore(first.state())
     await second.step(second.parse(f"answer {task.payload['files'][path]}"), sandbox)
-    assert second.rewards() == {"outcome": 1.0}
+    assert await second.rewards(sandbox) == {"outcome": 1.0}
 
 
 async def test_expert_is_deterministic_and_imperfect() -> None:

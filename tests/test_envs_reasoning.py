@@ -66,7 +66,7 @@ async def test_a_good_trajectory(family: reasoning.Reasoning, lease: Lease) -> N
     assert [(message.role, message.text) for message in outcome.messages] == [("user", "Output: 74")]
     assert outcome.results[0].status == "ok"
     outcome = await act(environment, lease, "Answer: 74")
-    assert (outcome.done, environment.rewards()) == (True, {"outcome": 1.0})
+    assert (outcome.done, await environment.rewards(MemorySandbox())) == (True, {"outcome": 1.0})
 
 
 @pytest.mark.parametrize(
@@ -75,12 +75,12 @@ async def test_a_good_trajectory(family: reasoning.Reasoning, lease: Lease) -> N
 )
 async def test_scores(family: reasoning.Reasoning, task: Task, answer: str, reward: float) -> None:
     environment = family.make(task, 0)
-    assert environment.rewards() == {"outcome": 0.0}
+    assert await environment.rewards(MemorySandbox()) == {"outcome": 0.0}
     await act(environment, MemorySandbox(), f"Answer: {answer}")
-    assert environment.rewards() == {"outcome": reward}
+    assert await environment.rewards(MemorySandbox()) == {"outcome": reward}
     moved = family.make(task, 0)
     moved.restore(environment.state())
-    assert moved.rewards() == {"outcome": reward}
+    assert await moved.rewards(MemorySandbox()) == {"outcome": reward}
 
 
 async def test_partial_credit_is_no_success(family: reasoning.Reasoning) -> None:

@@ -14,9 +14,10 @@ from loop_parts import loop, node_log, right_way, stored, ticket
 
 from hpcrl.layout import RunPaths
 from hpcrl.rollout.engine import EngineFault
-from hpcrl.rollout.loop import DISK, UNKNOWN, History, history_of
+from hpcrl.rollout.loop import DISK, UNKNOWN, AttemptFault, History, history_of
 from hpcrl.rollout.render import Renderer
 from hpcrl.rollout.scripted import ScriptedEngine
+from hpcrl.sandbox.memory import MemorySandbox
 from hpcrl.store.index import Store
 from hpcrl.store.link import LogClient
 from hpcrl.store.records import Kind, Record
@@ -152,7 +153,7 @@ class Broken:
             await asyncio.sleep(30)
         return StepOutcome(results=(), messages=(Message.of("tool", "x"),), done=self.where == "rewards")
 
-    def rewards(self) -> Mapping[str, float]:
+    async def rewards(self, sandbox: Any) -> Mapping[str, float]:
         self.fail("rewards")
         return {"outcome": 0.0}
 
@@ -197,7 +198,7 @@ class Odd(Broken):
         super().__init__(where)
         self.reward = reward
 
-    def rewards(self) -> Any:
+    async def rewards(self, sandbox: Any) -> Any:
         return {"outcome": self.reward}
 
     def odd(self, where: str, value: Any) -> Any:
@@ -230,6 +231,28 @@ async def test_a_cancelled_loop_is_cancelled_and_no_fault(log: LogClient, render
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running
+
+
+class Scored(Broken):
+    """Scored in a sandbox, which is lost meanwhile for the first attempt."""
+
+    async def rewards(self, sandbox: Any) -> Mapping[str, float]:
+        await sandbox.renew()
+        if self.where == "lost":
+            raise AttemptFault(Fault(cause=Cause.PLATFORM, where="sandbox", message="gone"))
+        return {"outcome": float(not sandbox.files)}
+
+
+async def test_a_trajectory_whose_scoring_loses_its_sandbox_is_scored_again(
+    log: LogClient, renderer: Renderer, tmp_path: Path
+) -> None:
+    box = MemorySandbox()
+    await box.write({"left": b"by the agent"})
+    ended = await loop(log, renderer, ticket(), environment=Scored("lost"), sandbox=box).run()
+    assert (ended.status, ended.rewards) == (State.RETRYING, {})
+    assert ended.fault is not None and ended.fault.cause is Cause.PLATFORM
+    ended = await loop(log, renderer, ticket(), environment=Scored("rewards"), sandbox=box).run()
+    assert (ended.status, ended.rewards) == (State.COMPLETED, {"outcome": 1.0})
 
 
 async def test_a_reward_that_fails_is_no_reward(log: LogClient, renderer: Renderer) -> None:

@@ -177,6 +177,24 @@ async def test_a_sandbox_that_died_is_lost_and_replaced(pool: Pool) -> None:
     assert pool.stats().replaced == 1
 
 
+async def test_a_sandbox_is_renewed(pool: Pool) -> None:
+    box = await pool.acquire("t", 1)
+    await box.write({"conftest.py": b"lies"})
+    await box.run(["touch", "/tmp/x"])
+    before = box.pid
+    await box.renew()
+    assert box.pid != before and not _alive(before)
+    assert (await box.run(["ls", "-A", "/box", "/tmp"])).stdout == b"/box:\n\n/tmp:\n"
+    assert (pool.stats().leased, pool.stats().reused) == (1, 0)
+    renewing = asyncio.create_task(box.renew())
+    await asyncio.sleep(0)
+    await pool.release("t", 1)
+    with contextlib.suppress(StaleAttempt):
+        await renewing
+    await pool.warm()
+    assert pool.stats().leased == 0 and pool.stats().idle <= CONFIG.sessions
+
+
 async def test_close_leaves_no_process(backend: Backend) -> None:
     pool = Pool(CONFIG, backend)
     boxes = [await pool.acquire("a", 1), await pool.acquire("b", 1)]

@@ -105,7 +105,7 @@ class Find:
         text = " ".join(result.stdout.decode(errors="replace").split())
         return _say(ToolResult(name=call.name, status="ok", text=text, duration_s=result.duration_s))
 
-    def rewards(self) -> Mapping[str, float]:
+    async def rewards(self, sandbox: Sandbox) -> Mapping[str, float]:
         right = next(content for path, content in self._files.items() if path[0] == self._key)
         return {"outcome": float(self._answer == right and self._good_calls >= GOOD_CALLS)}
 

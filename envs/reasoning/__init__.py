@@ -228,7 +228,7 @@ class Problem:
             )
         )
 
-    def rewards(self) -> Mapping[str, float]:
+    async def rewards(self, sandbox: Sandbox) -> Mapping[str, float]:
         score = 0.0 if self._answer is None else self._scorer(self._answer, self._task.payload)
         return {"outcome": float(score >= SUCCESS)}
 

@@ -26,6 +26,7 @@ from hpcrl.types import (
     Int32Array,
     Message,
     Sampling,
+    Sandbox,
     Span,
     StepOutcome,
     Task,
@@ -94,7 +95,7 @@ class Turns:
         self._left -= 1
         return StepOutcome(results=(), messages=(Message.of("tool", "on"),), done=self._left == 0)
 
-    def rewards(self) -> Mapping[str, float]:
+    async def rewards(self, sandbox: Sandbox) -> Mapping[str, float]:
         return {"outcome": 1.0}
 
     def state(self) -> bytes:

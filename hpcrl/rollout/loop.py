@@ -52,6 +52,7 @@ from hpcrl.types import (
 
 DISK = "disk"  # `where` of the fault of a disk or quota that is used up
 MAX_REWARD = 1e6
+REWARD_S = 600.0  # that scoring may take
 UNKNOWN = "outcome unknown: the call may or may not have happened"
 
 
@@ -397,11 +398,11 @@ class Loop:
         self.state = State.SCORING
         if status in (State.COMPLETED, State.TRUNCATED):
             try:
-                rewards = {str(source): float(value) for source, value in self._environment.rewards().items()}
-                if not all(abs(value) <= MAX_REWARD for value in rewards.values()):
-                    raise ValueError(f"a reward is no number within ±{MAX_REWARD:g}: {rewards}")
+                rewards = await self._rewards()
+            except AttemptFault as error:  # the sandbox was lost: taken up again, it is scored in another
+                status, fault = State.RETRYING, error.fault
             except Exception as error:
-                rewards, status = {}, State.FAILED
+                status = State.FAILED
                 fault = Fault(cause=Cause.REWARD, where="rewards", message=f"{type(error).__name__}: {error}")
         ended = self._ended(status, fault, rewards, head="")
         try:
@@ -418,6 +419,14 @@ class Loop:
             return self._ended(State.RETRYING, self._platform(error), {}, head="")
         self.state = status
         return ended
+
+    async def _rewards(self) -> Mapping[str, float]:
+        async with asyncio.timeout(REWARD_S):
+            found = await self._environment.rewards(self._sandbox)
+        rewards = {str(source): float(value) for source, value in found.items()}
+        if not all(abs(value) <= MAX_REWARD for value in rewards.values()):
+            raise ValueError(f"a reward is no number within ±{MAX_REWARD:g}: {rewards}")
+        return rewards
 
     def _ended(self, status: State, fault: Fault | None, rewards: Mapping[str, float], head: str) -> Ended:
         ticket = self.ticket

@@ -45,9 +45,8 @@ class MemorySandbox:
             raise OSError(27, f"file of {len(data)} bytes exceeds the cap of {cap_bytes}", path)
         return data
 
-    async def reset(self) -> str:
+    async def renew(self) -> None:
         self.files.clear()
-        return ""
 
     async def close(self) -> None:
         self.files.clear()

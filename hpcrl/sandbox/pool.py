@@ -39,9 +39,9 @@ class PoolStats:
 class Lease:
     """A sandbox as one attempt sees it (`hpcrl.types.Sandbox`). Ends when released or when a higher attempt comes."""
 
-    def __init__(self, trajectory: str, attempt: int, session: Session, timeout_s: float) -> None:
+    def __init__(self, pool: Pool, trajectory: str, attempt: int, session: Session, timeout_s: float) -> None:
         """`timeout_s`: the most that any command may take."""
-        self._timeout_s = timeout_s
+        self._pool, self._timeout_s = pool, timeout_s
         self.trajectory = trajectory
         self.attempt = attempt
         self._session = session
@@ -69,6 +69,15 @@ class Lease:
 
     async def read(self, path: str, *, cap_bytes: int = 1 << 20) -> bytes:
         return await self._live().read(path, cap_bytes=cap_bytes)
+
+    async def renew(self) -> None:
+        """Raises SandboxLost when no other comes up."""
+        self._live()
+        fresh = await self._pool._fresh()
+        if self._ended:
+            await fresh.close()
+        old, self._session = self._live(), fresh
+        await self._pool._discard(old)
 
     def _live(self) -> Session:
         if self._ended:
@@ -124,7 +133,7 @@ class Pool:
         except BaseException:
             self._slots.release()
             raise
-        lease = self._leases[trajectory] = Lease(trajectory, attempt, session, self._config.command_timeout_s)
+        lease = self._leases[trajectory] = Lease(self, trajectory, attempt, session, self._config.command_timeout_s)
         self._top_up()
         return lease
 
@@ -155,8 +164,7 @@ class Pool:
                 trouble = str(error)
             if trouble or self._closed:
                 self._replaced += not self._closed
-                self._commands += session.commands
-                await session.close()
+                await self._discard(session)
             else:
                 self._idle.append(session)
         finally:
@@ -210,6 +218,19 @@ class Pool:
             self._replaced += 1
             await session.close()
         return await self._start()
+
+    async def _fresh(self) -> Session:
+        """One in which nothing has run yet."""
+        found = next((session for session in self._idle if session.alive and not session.commands), None)
+        if found is None:
+            return await self._start()
+        self._idle.remove(found)
+        self._top_up()
+        return found
+
+    async def _discard(self, session: Session) -> None:
+        self._commands += session.commands
+        await session.close()
 
     async def _start(self) -> Session:
         if self._closed:

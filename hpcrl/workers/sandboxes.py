@@ -152,6 +152,8 @@ class SandboxNode:
                 return await lease.write({_text(path): data for path, data in arguments["files"]})
             case "read":
                 return await lease.read(_text(arguments["path"]), cap_bytes=arguments["cap_bytes"])
+            case "renew":
+                return await lease.renew()
         raise ValueError(f"a sandbox has no operation {op!r}")
 
 
@@ -240,6 +242,9 @@ class RemoteSandbox:
         data: bytes = await self._call(op="read", path=_bytes(path), cap_bytes=cap_bytes)
         return data
 
+    async def renew(self) -> None:
+        await self._call(op="renew")
+
     async def release(self) -> None:
         """Give it back, if its node can be reached: one that is gone has nothing to take, one that hangs finds out."""
         if self._held:
@@ -273,6 +278,9 @@ class NoSandbox:
     async def read(self, path: str, **_: Any) -> bytes:
         await self.run(())
         return b""
+
+    async def renew(self) -> None:
+        await self.run(())
 
     async def release(self) -> None:
         return None

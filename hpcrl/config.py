@@ -20,7 +20,16 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from hpcrl.types import ConfigError, is_number
 
@@ -34,7 +43,20 @@ Count = Annotated[int, Field(ge=0)]
 # TOML writes whole floats as 1.0; we take 1 for them as well.
 Number = Annotated[float, Field(strict=False, ge=0)]
 PositiveNumber = Annotated[float, Field(strict=False, gt=0)]
-Name = Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_-]*$")]
+
+
+def _text(pattern: str, what: str) -> AfterValidator:
+    """Refuses what the pattern doesn't match in full, in words that say what is allowed."""
+
+    def check(text: str) -> str:
+        if not re.fullmatch(pattern, text):
+            raise ValueError(f"must be {what}, found {text!r}")
+        return text
+
+    return AfterValidator(check)
+
+
+Name = Annotated[str, _text(r"[A-Za-z][A-Za-z0-9_-]*", "letters, digits, _ and -, a letter first")]
 
 
 class Model(Table):
@@ -137,9 +159,9 @@ def _time(value: object) -> str:
     return text
 
 
-Memory = Annotated[str, Field(pattern=r"^([0-9]+[KMGT]?)?$")]
-Line = Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f]*$")]
-Directive = Annotated[str, Field(pattern=r"^--[a-z][^\x00-\x1f\x7f]*$")]
+Memory = Annotated[str, _text(r"([0-9]+[KMGT]?)?", "a number and K, M, G or T, like 500M")]
+Line = Annotated[str, _text(r"[^\x00-\x1f\x7f]*", "one line, without control characters")]
+Directive = Annotated[str, _text(r"--[a-z][^\x00-\x1f\x7f]*", "an option of sbatch's, like --mail-type=END")]
 OURS = ("array", "output", "error", "job-name", "wrap", "chdir", "dependency", "parsable", "test-only")  # of directives
 
 
@@ -596,6 +618,8 @@ def _explain(tree: Mapping[str, Any], row: Any, root: type[Table] | None = None,
         hint = f"did you mean {near[0]!r}?" if near else "known keys: " + ", ".join(known)
         return f"unknown key {key!r}; {hint}"
     message = row["msg"].removeprefix("Value error, ")
+    if row["type"] == "tuple_type":
+        message = 'must be a list, like ["…"]'
     if not key or row["type"] == "value_error":
         return f"{key}: {message}" if key else message
     return f"{key}: {message[0].lower()}{message[1:]}, found {row['input']!r}"

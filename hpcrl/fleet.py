@@ -10,6 +10,7 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from hpcrl import launch
 from hpcrl.config import Config
@@ -28,7 +29,15 @@ SHORT_S = 60.0
 GONE_S = {"slurm": 60.0, "steps": 5.0}  # for so long a job must not be listed; steps aren't once they have ended
 EXCLUDE_AFTER = 3
 PENDING_MINUTES = 10
+SLOW_S = 10.0  # a refusal that took so long is no answer
 MAX_PAUSE_S = 60.0  # between two tries to submit
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    since: float
+    pause_until: float
+    said: str
 
 
 class Fleet:
@@ -59,9 +68,7 @@ class Fleet:
         self._looked = -float("inf")
         self._not_before: dict[tuple[Role, int], float] = {}
         self._submitting: asyncio.Task[Job] | None = None
-        self._refused_at = 0.0  # since when no job is taken; 0: the last one was
-        self._refusal = ""  # what was said
-        self._pause_until = 0.0
+        self._refusals: dict[tuple[Role, int], Refusal] = {}
 
     def updated(self) -> None:
         """The learner made an update: the run moves, so earlier deaths are forgiven."""
@@ -75,6 +82,7 @@ class Fleet:
             self.wanted.setdefault(key, None)
         for key in [key for key in self.wanted if key not in keys]:
             job = self.wanted.pop(key)
+            self._refusals.pop(key, None)
             if job is not None:
                 self._leaving.append(job)
         self._looked = -float("inf")
@@ -104,7 +112,8 @@ class Fleet:
             return None
         await self._send_away()
         for (role, index), job in list(self.wanted.items()):
-            if (role, index) not in self.wanted or now < self._pause_until:
+            refused = self._refusals.get((role, index))
+            if (role, index) not in self.wanted or (refused is not None and now < refused.pause_until):
                 continue  # rescaled meanwhile
             state = self.states[job.key] if job is not None else None
             if job is not None and role == "learner" and self._lost_a_rank(job):
@@ -127,13 +136,17 @@ class Fleet:
                 self.wanted[role, index] = None
                 if reason := self._died(job):
                     return f"failed: {reason}"
-            if not await self._submit(role, index, now):
-                break
+            if not await self._submit(role, index, now) and time.monotonic() - now > SLOW_S:
+                break  # Slurm doesn't answer: neither would it for the others
         return None
 
     def wrong(self) -> list[str]:
         """What is wrong with the jobs, each with what to do about it."""
-        found = [f"jobs can't be submitted, tried again: {self._refusal}"] if self._refused_at else []
+        reasons: dict[str, list[str]] = {}
+        for (role, index), refused in self._refusals.items():
+            reasons.setdefault(refused.said, []).append(f"{role}-{index}")
+        again = f"where that can't change, stop it and `hpcrl resume {self._paths.root} --set …`"
+        found = [f"{', '.join(names)} refused, tried again; {again}: {said}" for said, names in reasons.items()]
         dead = [(count, role, index) for (role, index), count in self.deaths.items() if count > 1]
         for count, role, index in sorted(dead, reverse=True):
             of = f"of {self._config.launch.restarts + 1} that end the run"
@@ -142,6 +155,8 @@ class Fleet:
             )
         for job in self._jobs:
             minutes = (time.time() - job.wall) / 60
+            if job.key in self.states and self.states[job.key].name == "SUSPENDED":
+                found.append(f"{job.role}-{job.index} is suspended: `scontrol resume {job.id}`, if it was you")
             if self._is_pending(job) and minutes > PENDING_MINUTES:
                 why = self.states[job.key].reason or "no reason given"
                 found.append(f"{job.role}-{job.index} (job {job.id}) has been pending for {minutes:.0f} min: {why}")
@@ -165,15 +180,16 @@ class Fleet:
         try:
             submitted = await asyncio.shield(self._submitting)
         except HpcrlError as error:
-            self._refused_at = self._refused_at or now
+            since = self._refusals[role, index].since if (role, index) in self._refusals else now
             patience_s = 0.0 if self._config.launch.executor == "local" else self._config.launch.control_timeout_s
-            if now - self._refused_at >= patience_s:
+            if now - since >= patience_s:
                 raise
             logger.warning("to be tried again: %s", error)
-            self._refusal = str(error)
-            self._pause_until = now + min(max(1.0, now - self._refused_at), MAX_PAUSE_S)
+            said = str(error).removeprefix(f"job {role}-{index} could not be submitted: ")
+            self._refusals[role, index] = Refusal(since, now + min(max(1.0, now - since), MAX_PAUSE_S), said)
             return False
-        self._refused_at, self._submitting = 0.0, None
+        self._refusals.pop((role, index), None)
+        self._submitting = None
         self._jobs.append(submitted)
         if (role, index) not in self.wanted:  # rescaled meanwhile
             self._leaving.append(submitted)

@@ -27,6 +27,7 @@ from typing import Any
 from hpcrl import launch
 from hpcrl.config import Config, load_resolved
 from hpcrl.launch import node_environment, submit_async
+from hpcrl.launch.slurm import NO_MODULES
 from hpcrl.launch.watch import ControlWatch
 from hpcrl.layout import RunPaths, boot_id, listed, node_name, publish_json, read_json
 from hpcrl.node import (
@@ -64,6 +65,8 @@ def run_role(root: str, role: str, index: int, control_number: int) -> None:
     die_with_parent()
     start_logging(paths.logs, f"{role}-{index}" if role != "learner" else f"learner-r{task_rank()}", job)
     logger.info("%s-%d starts as job %s, pid %d", role, index, job, os.getpid())
+    if missing := os.environ.get(NO_MODULES):
+        logger.warning("`module load` failed, the job goes on without:%s", missing)
     if config.launch.fleet == "presubmitted" and listed(paths.control, paths.stopped.name, anew=True):
         logger.info("the run has ended: nothing is left to do")
         return

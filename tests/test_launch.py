@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -493,6 +493,11 @@ class Cluster:
         await asyncio.sleep(0.002)
         return await self.fleet.ensure()
 
+    def retry(self, later_s: float = 0.0) -> None:
+        """Time has passed: what was refused may be tried again."""
+        for key, refused in self.fleet._refusals.items():
+            self.fleet._refusals[key] = replace(refused, since=refused.since - later_s, pause_until=0.0)
+
     def all_run(self, **others: str) -> None:
         left = {f"_{job.id}": "RUNNING|59:00|n1" for job in launch.jobs(self.paths)}
         self.say(**(left | others))
@@ -505,10 +510,13 @@ async def test_a_submission_that_slurm_refuses_is_tried_again_and_the_run_goes_o
     (tmp_path / "refuse").touch()
     assert await cluster.ensure() is None and not launch.jobs(cluster.paths)
     assert await cluster.ensure() is None, "not at once"
+    (said,) = cluster.fleet.wrong()
+    assert said.startswith("sandbox-0, rollout-0, rollout-1, learner-0 refused, tried again; where that"), said
+    assert said.count("QOSMaxSubmit") == 1 and "--set" in said, said
     (tmp_path / "refuse").unlink()
-    cluster.fleet._pause_until = 0.0
+    cluster.retry()
     await cluster.ensure()
-    assert sorted((job.role, job.index) for job in launch.jobs(cluster.paths)) == [
+    assert not cluster.fleet.wrong() and sorted((job.role, job.index) for job in launch.jobs(cluster.paths)) == [
         ("learner", 0), ("rollout", 0), ("rollout", 1), ("sandbox", 0),
     ]  # fmt: skip
     first = launch.newest(cluster.paths, "rollout", 0)
@@ -516,11 +524,10 @@ async def test_a_submission_that_slurm_refuses_is_tried_again_and_the_run_goes_o
     cluster.all_run(**{f"_{first.id}": "COMPLETED|0:00|n1"})
     (tmp_path / "refuse").touch()
     for _ in range(3):
-        cluster.fleet._pause_until = 0.0
+        cluster.retry()
         await cluster.ensure()
     assert cluster.fleet.restarts["rollout"] == 1, "one job ended once, however often the next is refused"
-    cluster.fleet._refused_at -= 101
-    cluster.fleet._pause_until = 0.0
+    cluster.retry(later_s=101)
     with pytest.raises(HpcrlError, match="rollout-0 could not be submitted: sbatch: error: QOSMaxSubmit"):
         await cluster.ensure()
 

@@ -150,7 +150,12 @@ def full_status(paths: RunPaths) -> dict[str, Any]:
         row["state"], row["reason"] = _broken_off(paths, row["state"], controls)
     elif row["state"] == "running" and (silent_s := time.time() - row["wall"]) > SILENT_S:
         said = f"control has said nothing for {silent_s:.0f} s: it hangs, or the clocks of its node and of this differ"
+        for job in controls:
+            if job["name"] == "SUSPENDED":
+                said = f"control is suspended: `scontrol resume {job['id']}` lets it go on"
         row["wrong"] = [said, *row.get("wrong", [])]
+    if row["state"] == "running" and any(paths.inbox.glob("stop-*.json")):
+        row["state"], row["reason"] = "stopping", "as `hpcrl stop` has asked"
     return row | {
         "name": settings.name, "executor": settings.launch.executor, "seed": settings.seed, "run": str(paths.root),
         "jobs": jobs, "success": success(row["evaluations"]),

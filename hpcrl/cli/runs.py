@@ -20,7 +20,7 @@ from hpcrl.cli.common import ConfigFile, RunFolder, Sets, fail, refuse_running
 from hpcrl.cli.looks import heartbeat, print_summary
 from hpcrl.config import Config
 from hpcrl.layout import RunPaths, publish, publish_json, read_json
-from hpcrl.types import ConfigError, is_number
+from hpcrl.types import ConfigError, HpcrlError, is_number
 
 WATCH_S = 0.5
 STOP_S = 600.0  # that `hpcrl stop` waits for a control that winds down
@@ -66,8 +66,17 @@ def train(
 def begin(paths: RunPaths, settings: Config, detach: bool) -> None:
     if not detach:
         sys.exit(watch_to_end(paths, settings))
-    job = launch.start(paths, settings)
+    job = _start(paths, settings)
     print(f"job {job.id} is its control; `hpcrl watch {paths.root}` shows it, `hpcrl stop {paths.root}` ends it")
+
+
+def _start(paths: RunPaths, settings: Config) -> launch.Job:
+    try:
+        return launch.start(paths, settings)
+    except ConfigError:
+        raise
+    except HpcrlError as error:
+        raise HpcrlError(f"{error}; the run is made, `hpcrl resume {paths.root} --set …` goes on with it") from error
 
 
 def check_detach(settings: Config, detach: bool) -> None:
@@ -129,10 +138,12 @@ def stop(run: RunFolder) -> None:
     ask_to_stop(paths)  # first: control needs no Slurm for it
     try:
         control = launch.current(paths)
-        pending = control is not None and launch.look([control])[control.key].name == "PENDING"
+        name = launch.look([control])[control.key].name if control is not None else ""
     except launch.SlurmError as error:
         raise launch.SlurmError(f"{error}; control, if it runs, has been asked to stop all the same") from error
-    if control is not None and pending:
+    if control is not None and name == "SUSPENDED":
+        print(f"{run}: control is suspended and can't do it: `scontrol resume {control.id}`", flush=True)
+    if control is not None and name == "PENDING":
         launch.send([control], signal.SIGKILL)
     elif launch.alive(control):
         print(f"{run}: stopping: trajectories in flight are parked, the store is sealed …", flush=True)
@@ -288,7 +299,7 @@ def watch_to_end(paths: RunPaths, settings: Config) -> int:
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, interrupt)
-    job = launch.start(paths, settings)
+    job = _start(paths, settings)
     restarts = updates = 0
     told, waiting = False, ""
     look = LookAt(job, settings)

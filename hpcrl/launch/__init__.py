@@ -172,7 +172,9 @@ def _helper(paths: RunPaths, role: Role, index: int, control: int) -> Sequence[s
 
 def _submitted(role: Role, index: int, code: int | None, out: bytes, err: bytes) -> Job:
     if code:
-        said = err.decode(errors="replace").strip()[-500:] or f"exit code {code}"
+        # submitit repeats what sbatch has said by itself.
+        lines = dict.fromkeys(line.strip() for line in err.decode(errors="replace").splitlines())
+        said = "; ".join(line for line in lines if line)[-500:] or f"exit code {code}"
         raise HpcrlError(f"job {role}-{index} could not be submitted: {said}")
     return Job(**json.loads(out.splitlines()[-1]))
 
@@ -230,4 +232,8 @@ def scripts(paths: RunPaths, config: Config) -> list[tuple[str, str]]:
     """(job, script) of each job that a run would submit."""
     executor = EXECUTORS[config.launch.executor]
     times = f" ({config.launch.lives} times)" if config.launch.fleet == "presubmitted" else ""
-    return [(f"{role}-{index}{times}", executor.script(paths, config, role, index)) for role, index in wanted(config)]
+    found = []
+    for role, index in wanted(config):
+        of = f" of pool {config.pool(role, index).name}" if role in ("rollout", "sandbox") else ""
+        found.append((f"{role}-{index}{of}{times}", executor.script(paths, config, role, index)))
+    return found

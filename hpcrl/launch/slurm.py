@@ -51,6 +51,9 @@ _FORMATS = ("SQUEUE_", "SCANCEL_", "SACCT_", "SCONTROL_", "SLURM_TIME_FORMAT", "
 _NO_SUCH_JOB = "Invalid job id"
 
 
+NO_MODULES = "HPCRL_NO_MODULES"  # in a job's environment: those that could not be loaded
+
+
 class SlurmError(HpcrlError):
     """Slurm doesn't answer, or refuses: in its own words."""
 
@@ -259,11 +262,16 @@ def parameters(paths: RunPaths, config: Config, role: Role, index: int) -> dict[
         **({"exclusive": True} if asked.exclusive else {}),
         "signal_delay_s": asked.signal_s,
         "stderr_to_stdout": True,
-        "setup": [*(f"module load {shlex.quote(name)}" for name in asked.modules), *asked.setup, *_exports()],
+        "setup": [*map(_module, asked.modules), *asked.setup, *_exports()],
         "srun_args": srun_args,
         "additional_parameters": more,
         "wckey": None,  # submitit's own default is one that sites which know their keys refuse
     }
+
+
+def _module(name: str) -> str:
+    """Load it, or have the role say that it isn't there."""
+    return f'module load {shlex.quote(name)} || export {NO_MODULES}="${{{NO_MODULES}:-}} "{shlex.quote(name)}'
 
 
 def _exports() -> list[str]:

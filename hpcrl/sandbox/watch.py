@@ -8,7 +8,15 @@ sandboxes cost nothing. At the limit the command is killed; at twice the limit, 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import ctypes
+import fcntl
 import os
+import select
+import socket
+import stat
+import struct
+import termios
 import threading
 from pathlib import Path
 from typing import Protocol
@@ -17,7 +25,12 @@ from hpcrl.sandbox.backend import Limits, process_tree
 
 INTERVAL_S = 0.1
 PATIENCE = 10  # looks after which a command that outlived its kill costs the sandbox
-_PAGE = os.sysconf("SC_PAGESIZE")
+USUAL_FILES = 4  # that a process has open
+FEW_FILES = 8  # open besides, of all processes: so few may be sockets whose buffers nobody looks at (some MiB each)
+MAX_FILES = 1024  # of one process (the runner's limit)
+_PIDFD_GETFD = 438
+_SO_MEMINFO = 55
+_libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Watched(Protocol):
@@ -88,27 +101,99 @@ class Watch:
 
 
 def memory_bytes(pids: list[int], enough: int) -> int:
-    """Memory of these processes together: the sum of RSS where that stays within `enough`, else of PSS.
+    """Memory of these processes together: pages, page tables, and what the kernel holds in their sockets and pipes.
 
-    RSS counts a shared page once per process, PSS its share; PSS costs the kernel far more.
+    Of the pages the sum of RSS where the whole stays within `enough`, else of PSS: RSS counts a shared page once per
+    process, PSS its share; PSS costs the kernel far more.
     """
-    rss = sum(_rss_bytes(pid) for pid in pids)
-    return rss if rss <= enough else sum(_pss_bytes(pid) for pid in pids)
+    sizes = [_sizes(pid) for pid in pids]
+    rss, others = sum(size[0] for size in sizes), sum(size[1] for size in sizes)
+    if sum(max(0, _num_files(pid) - USUAL_FILES) for pid in pids[2:]) > FEW_FILES:  # less bwrap and the runner
+        others += buffered_bytes(pids[2:])
+    if rss + others <= enough:
+        return rss + others
+    return others + sum(_pss_bytes(pid, rss) for pid, (rss, _) in zip(pids, sizes, strict=True))
 
 
-def _rss_bytes(pid: int) -> int:
+def _sizes(pid: int) -> tuple[int, int]:
+    """(RSS, bytes that belong to it and are no resident page: page tables, swap)"""
     try:
-        with open(f"/proc/{pid}/statm", "rb") as file:  # noqa: PTH123
-            return int(file.read().split()[1]) * _PAGE
-    except (OSError, IndexError):
+        fd = os.open(f"/proc/{pid}/status", os.O_RDONLY)
+        try:
+            text = os.read(fd, 4096)
+        finally:
+            os.close(fd)
+    except OSError:
+        return 0, 0
+    rss, tables, swap = (_kib(text, name) * 1024 for name in (b"VmRSS:", b"VmPTE:", b"VmSwap:"))
+    return rss, tables + swap
+
+
+def _kib(text: bytes, name: bytes) -> int:
+    start = text.find(name)
+    return int(text[start + len(name) : text.index(b"kB", start)]) if start >= 0 else 0
+
+
+def _num_files(pid: int) -> int:
+    try:
+        return os.stat(f"/proc/{pid}/fd").st_size or len(os.listdir(f"/proc/{pid}/fd"))  # noqa: PTH116, PTH208
+    except OSError:  # (the size is there since Linux 6.2)
         return 0
 
 
-def _pss_bytes(pid: int) -> int:
+def buffered_bytes(pids: list[int]) -> int:
+    """What the kernel holds for these processes in sockets and pipes; it takes each for a moment to ask it.
+
+    Not seen: what a socket has received, as a datagram, from one that was closed.
+    """
+    total, seen = 0, set()
+    for pid in pids:
+        try:
+            pidfd = os.pidfd_open(pid)
+        except OSError:
+            continue
+        try:
+            numbers = [int(name) for name in os.listdir(f"/proc/{pid}/fd")]  # noqa: PTH208
+        except OSError:
+            numbers = list(range(MAX_FILES))  # it hides them, for it made itself undumpable
+        for number in numbers:
+            fd = _libc.syscall(_PIDFD_GETFD, pidfd, number, 0)
+            if fd < 0:
+                continue
+            info = os.fstat(fd)
+            if info.st_ino not in seen:
+                seen.add(info.st_ino)
+                with contextlib.suppress(OSError):
+                    total += _buffered(fd, info.st_mode)
+            os.close(fd)
+        os.close(pidfd)
+    return total
+
+
+def _buffered(fd: int, mode: int) -> int:
+    if stat.S_ISFIFO(mode):
+        return int(fcntl.fcntl(fd, fcntl.F_GETPIPE_SZ)) if _waiting(fd) else 0
+    if not stat.S_ISSOCK(mode):
+        return 0
+    with socket.socket(fileno=os.dup(fd)) as door:
+        words = struct.unpack("=9I", door.getsockopt(socket.SOL_SOCKET, _SO_MEMINFO, 36))
+    received, _, sent, _, ahead, queued, options, backlog, _ = words
+    poll = select.poll()
+    poll.register(fd, select.POLLRDHUP)
+    if poll.poll(0):  # a Unix socket's data counts as its sender's, and when that was closed, as nobody's
+        received = max(received, _waiting(fd))
+    return int(received + max(sent, queued) + ahead + options + backlog)
+
+
+def _waiting(fd: int) -> int:
+    return int.from_bytes(fcntl.ioctl(fd, termios.FIONREAD, bytes(4)), "little")
+
+
+def _pss_bytes(pid: int, rss: int) -> int:
     try:
         for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
             if line.startswith("Pss:"):
                 return int(line.split()[1]) * 1024
     except OSError:
         pass
-    return _rss_bytes(pid)  # the runner can't be read; older kernels have no rollup
+    return rss  # the runner can't be read; older kernels have no rollup

@@ -31,12 +31,14 @@ def attack(
     as_json: AsJson = False,
 ) -> None:
     """Run every attack that we know in a sandbox, and without one to show that it works. Exit 1 when one isn't held."""
+    from hpcrl.sandbox.attacks import named
     from hpcrl.sandbox.backend import find_backend
     from hpcrl.sandbox.judge import run_attacks
 
     if backend not in BACKENDS:
         raise ConfigError(f"--backend: no backend {backend!r}; there are: {', '.join(BACKENDS)}")
-    found = asyncio.run(run_attacks(find_backend(), only or ()))
+    attacks = named(only or ())
+    found = asyncio.run(run_attacks(find_backend(), attacks))
     if as_json:
         print(json.dumps({"backend": backend, "uid": os.getuid(), "attacks": [asdict(row) for row in found]}))
     else:

@@ -13,11 +13,12 @@ The file is long because it is a table.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+import difflib
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from hpcrl.types import CommandResult
+from hpcrl.types import CommandResult, ConfigError
 
 FORGED = 77  # exit status in a forged reply; no program exits with it
 
@@ -447,18 +448,22 @@ judge(not any(statuses), f"held 176 MiB in eight processes: {statuses}")
         tries="the same, as shared anonymous memory",
         program=f"""
 block = mmap.mmap(-1, 176 * MIB)
-for held in range(176):
-    block[held * MIB : (held + 1) * MIB] = b"x" * MIB
+for number in range(176):
+    block[number * MIB : (number + 1) * MIB] = b"x" * MIB
+held = len(block) // MIB
 {_HOLD}
 """,
     ),
     Attack(
         name="memory-of-nobody-memfd",
-        tries="the same, in a memfd",
+        tries="the same, in memfds",
         program=f"""
-fd = os.memfd_create("x")
-for held in range(176):
-    os.write(fd, bytes(MIB))
+held = 0
+while held < 176:
+    fd = os.memfd_create("x")
+    for _ in range(16):
+        os.write(fd, bytes(MIB))
+        held += 1
 {_HOLD}
 """,
     ),
@@ -1474,3 +1479,13 @@ won("found it")
 )
 
 ATTACKS: tuple[Attack, ...] = (*_RUNNER, *_AMOUNTS, *_BOMBS, *_FILES, *_HOST, *_NETWORK, *_KERNEL, *_LEFT)
+
+
+def named(names: Collection[str]) -> tuple[Attack, ...]:
+    """The attacks of these names, all where there are none. Raises ConfigError for a name that is nobody's."""
+    known = [attack.name for attack in ATTACKS]
+    for name in names:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1) or known
+            raise ConfigError(f"no attack {name!r}; did you mean {near[0]!r}?")
+    return tuple(attack for attack in ATTACKS if not names or attack.name in names)

@@ -17,7 +17,7 @@ import shutil
 import signal
 import subprocess
 import tempfile
-from collections.abc import AsyncIterator, Collection, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +29,7 @@ from hpcrl.sandbox.bait import becoming, give, scene, servers
 from hpcrl.sandbox.runner import FRAME
 from hpcrl.sandbox.session import SandboxLost, Session
 from hpcrl.sandbox.watch import Watch
-from hpcrl.types import CommandResult, ConfigError
+from hpcrl.types import CommandResult
 
 LIMITS = Limits(memory_bytes=128 << 20, processes=32, disk_bytes=16 << 20, output_bytes=32 << 20, inodes=2000)
 AT_ONCE = 4
@@ -73,11 +73,8 @@ class Judged:
         return self.held and self.works_bare is not False
 
 
-async def run_attacks(backend: Backend, names: Collection[str] = ()) -> list[Judged]:
-    """Every attack (or those of these names) in a sandbox of its own and bare. Raises ConfigError for unknown names."""
-    known = {attack.name: attack for attack in ATTACKS}
-    if unknown := set(names) - set(known):
-        raise ConfigError(f"no attack {sorted(unknown)[0]!r}; there are: {', '.join(known)}")
+async def run_attacks(backend: Backend, attacks: Sequence[Attack] = ATTACKS) -> list[Judged]:
+    """Each attack in a sandbox of its own and bare, a few at a time; in the order given."""
     token, slots, watch = secrets.token_hex(16), asyncio.Semaphore(AT_ONCE), Watch()
     os.environ["HPCRL_TOKEN"] = token  # a secret of the host's environment, for attacks that look for one
     try:
@@ -87,7 +84,7 @@ async def run_attacks(backend: Backend, names: Collection[str] = ()) -> list[Jud
                 async with slots:
                     return await _both(attack, backend, watch, {"token": token, **doors})
 
-            return list(await asyncio.gather(*(one(known[name]) for name in names or known)))
+            return list(await asyncio.gather(*map(one, attacks)))
     finally:
         del os.environ["HPCRL_TOKEN"]
         watch.close()

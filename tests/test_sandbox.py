@@ -23,7 +23,7 @@ from hpcrl.sandbox.memory import MemorySandbox
 from hpcrl.sandbox.pool import Lease, Pool, StaleAttempt
 from hpcrl.sandbox.seccomp import filter_program
 from hpcrl.sandbox.session import SandboxLost, Session
-from hpcrl.sandbox.watch import Watch
+from hpcrl.sandbox.watch import Watch, buffered_bytes
 from hpcrl.types import CommandResult, Sandbox, SandboxError
 
 CONFIG = SandboxPool(sessions=2, warm=1, memory_mib=128, processes=32, disk_mib=16)
@@ -157,7 +157,7 @@ async def test_memory_of_many_processes(pool: Pool) -> None:
 
 async def test_memory_shared_by_forks_is_counted_once(pool: Pool) -> None:
     box = await pool.acquire("t", 1)
-    code = "import os, time\nheld = b'x' * (100 << 20)\nfor _ in range(6):\n    if os.fork() == 0: break\ntime.sleep(1)"
+    code = "import os, time\nheld = b'x' * (50 << 20)\nfor _ in range(6):\n    if os.fork() == 0: break\ntime.sleep(1)"
     result = await python(box, code)
     assert (result.code, result.killed) == (0, "")
 
@@ -205,11 +205,16 @@ async def test_read_keeps_to_its_cap(pool: Pool) -> None:
 
 async def test_odd_names(pool: Pool) -> None:
     box = await pool.acquire("t", 1)
-    await box.write({"-rf": b"1", "a\nb": b"2", "ü/…": b"3"})
-    assert await box.read("a\nb") == b"2"
-    assert await box.read("ü/…") == b"3"
-    with pytest.raises(FileNotFoundError):
-        await box.read("no")
+    names = ["-rf", "a\nb", "ü/…", "\udcff", "n" * 255, "/".join(["d" * 250] * 20), "*", " "]
+    await box.write({name: name.encode(errors="surrogateescape") for name in names})
+    for name in names:
+        assert await box.read(name) == name.encode(errors="surrogateescape")
+    for name in ("no", "n" * 256, "a\0b", ".", "..", "ü/../../x"):
+        with pytest.raises(OSError):
+            await box.read(name)
+    for name in ("-rf/x", "n" * 256, "a\0b", ".", "..", "ü/../../x"):
+        with pytest.raises(OSError):
+            await box.write({name: b""})
 
 
 async def test_idle_sockets_are_no_memory(pool: Pool) -> None:
@@ -218,6 +223,25 @@ async def test_idle_sockets_are_no_memory(pool: Pool) -> None:
     code = "import socket, time\npairs = [socket.socketpair() for _ in range(300)]\ntime.sleep(0.5)\nprint(len(pairs))"
     result = await python(box, code)
     assert (result.code, result.killed, result.stdout) == (0, "", b"300\n")
+
+
+def test_what_sockets_and_pipes_hold_is_seen() -> None:
+    """By the sender's end, by the receiver's where the sender is closed, and by a pipe's size where it isn't empty."""
+    before = buffered_bytes([os.getpid()])
+    left, right = socket.socketpair()
+    read_fd, write_fd = os.pipe()
+    assert buffered_bytes([os.getpid()]) == before
+    left.sendall(bytes(100_000))
+    sent = buffered_bytes([os.getpid()]) - before
+    assert 100_000 <= sent < 150_000
+    left.close()
+    assert 100_000 <= buffered_bytes([os.getpid()]) - before <= sent
+    os.write(write_fd, b"x")
+    assert buffered_bytes([os.getpid()]) - before >= 100_000 + 4096
+    right.close()
+    os.close(read_fd)
+    os.close(write_fd)
+    assert buffered_bytes([os.getpid()]) == before
 
 
 # ---- reset

@@ -413,6 +413,22 @@ for _ in range(40):
 # ---- memory and other amounts
 
 _HOLD = "time.sleep(0.8)\nwon(f'held {held} MiB')"
+_SOCKETS = f"""
+many_files()
+pairs, total = [], 0
+while total < 176 * MIB:
+    pair = socket.socketpair()
+    pairs.append(pair)
+    pair[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 * MIB)
+    pair[0].setblocking(False)
+    try:
+        while total < 176 * MIB:
+            total += pair[0].send(bytes(65536))
+    except BlockingIOError:
+        pass
+held = total // MIB
+{_HOLD}
+"""
 _AMOUNTS = (
     Attack(
         name="memory-at-once",
@@ -490,23 +506,17 @@ won(f"held {held} MiB")
     Attack(
         name="memory-of-sockets",
         tries="the same, in the buffers of sockets",
-        program=f"""
-many_files()
-pairs, total = [], 0
-while total < 176 * MIB:
-    pair = socket.socketpair()
-    pairs.append(pair)
-    for end in pair:
-        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 * MIB)
-        end.setblocking(False)
-        try:
-            while total < 176 * MIB:
-                total += end.send(bytes(65536))
-        except BlockingIOError:
-            pass
-held = total // MIB
-{_HOLD}
-""",
+        program=_SOCKETS,
+    ),
+    Attack(
+        name="memory-of-closed-sockets",
+        tries="the same, where the senders have closed theirs",
+        program=_SOCKETS.replace("pairs.append(pair)", "pairs.append(pair[1])"),
+    ),
+    Attack(
+        name="memory-of-hidden-sockets",
+        tries="the same, in a process that hides its descriptors",
+        program="call('prctl', 4, 0, 0, 0, 0)\n" + _SOCKETS,
     ),
     Attack(
         name="memory-of-page-tables",
@@ -639,8 +649,9 @@ try:
 except OSError:
     pass
 now = int(open("/proc/self/oom_score_adj").read())
-judge(now <= wanted, f"oom_score_adj {now}, the host's {wanted}")
+judge(now <= wanted and now < 1000, f"oom_score_adj {now}, the host's {wanted}")
 """,
+        machine=("oom_score_adj",),
     ),
     Attack(
         name="real-time-priority",

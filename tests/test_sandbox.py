@@ -13,18 +13,19 @@ import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
 from hpcrl.config import SandboxPool
 from hpcrl.sandbox import backend as backends
 from hpcrl.sandbox import bench, watch
-from hpcrl.sandbox.backend import Backend, Limits, find_backend, process_tree
+from hpcrl.sandbox.backend import Backend, Limits, find_backend, host_uids, process_tree
 from hpcrl.sandbox.memory import MemorySandbox
-from hpcrl.sandbox.pool import Pool, StaleAttempt
+from hpcrl.sandbox.pool import Lease, Pool, StaleAttempt
 from hpcrl.sandbox.seccomp import filter_program
 from hpcrl.sandbox.session import SandboxLost, Session
-from hpcrl.sandbox.watch import Watch
-from hpcrl.types import Sandbox, SandboxError
+from hpcrl.sandbox.watch import Watch, buffered_bytes
+from hpcrl.types import CommandResult, Sandbox, SandboxError
 
 CONFIG = SandboxPool(sessions=2, warm=1, memory_mib=128, processes=32, disk_mib=16)
 
@@ -39,6 +40,10 @@ async def pool(backend: Backend) -> AsyncIterator[Pool]:
     pool = Pool(CONFIG, backend)
     yield pool
     await pool.close()
+
+
+async def python(box: Lease, code: str, timeout_s: float = 20.0, cap_bytes: int = 65536) -> CommandResult:
+    return await box.run(["python3", "-"], stdin=code.encode(), timeout_s=timeout_s, cap_bytes=cap_bytes)
 
 
 # ---- calls
@@ -79,6 +84,165 @@ async def test_a_cancelled_call_leaves_the_sandbox_usable(pool: Pool) -> None:
     started = time.monotonic()
     assert (await box.run(["echo", "next"])).stdout == b"next\n"
     assert time.monotonic() - started < 3
+
+
+# ---- what a command meets, and what the next one finds
+
+
+async def test_it_is_nobody_on_the_host(pool: Pool) -> None:
+    box = await pool.acquire("t", 1)
+    assert 0 not in host_uids(box._session.pid)
+    result = await python(box, "print(open('/proc/self/status').read())")
+    text = result.stdout.decode()
+    for name in ("CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb"):
+        assert f"{name}:\t0000000000000000" in text
+    assert "NoNewPrivs:\t1" in text
+    assert "Seccomp:\t2" in text
+
+
+async def test_what_a_command_left_running_is_dead(pool: Pool) -> None:
+    box = await pool.acquire("t", 1)
+    started = time.monotonic()
+    result = await box.run(["sh", "-c", "setsid sleep 1000 & (setsid nohup sleep 1000 &) & echo done; exit 7"])
+    assert (result.code, result.stdout, result.killed) == (7, b"done\n", "")
+    assert time.monotonic() - started < 5
+    assert len(process_tree(box._session.pid)) == 2
+
+
+async def test_a_leftover_that_holds_the_pipe_does_not_change_success(pool: Pool) -> None:
+    box = await pool.acquire("t", 1)
+    for _ in range(20):
+        result = await box.run(["sh", "-c", "sleep 1000 & exit 0"])
+        assert (result.code, result.killed) == (0, "")
+
+
+async def test_timeout_ends_what_ignores_sigterm_and_has_its_own_session(pool: Pool) -> None:
+    box = await pool.acquire("t", 1)
+    attack = (
+        "import os, signal, time\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "if os.fork() == 0: os.setsid()\n"
+        "print('up', flush=True)\ntime.sleep(1000)"
+    )
+    result = await python(box, attack, timeout_s=1.0)
+    assert (result.code, result.killed, result.stdout) == (None, "timeout", b"up\nup\n")
+    assert 1.0 <= result.duration_s < 3.0
+    assert len(process_tree(box._session.pid)) == 2
+
+
+async def test_fork_bomb(pool: Pool) -> None:
+    box = await pool.acquire("t", 1)
+    bomb = "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass"
+    result = await python(box, bomb, timeout_s=10.0)
+    assert result.killed == "processes"
+    assert len(process_tree(box._session.pid)) == 2
+    assert (await box.run(["echo", "alive"])).stdout == b"alive\n"
+
+
+async def test_memory_of_many_processes(pool: Pool) -> None:
+    box = await pool.acquire("t", 1)
+    bomb = (
+        "import os, time\n"
+        "for _ in range(8):\n"
+        "    if os.fork() == 0:\n"
+        "        held = []\n"
+        "        for _ in range(15):\n"
+        "            held.append(b'x' * (8 << 20)); time.sleep(0.02)\n"
+        "        time.sleep(30)\n"
+        "time.sleep(30)"
+    )
+    result = await python(box, bomb, timeout_s=20.0)
+    assert (result.code, result.killed) == (None, "memory")
+    assert (await box.run(["echo", "alive"])).stdout == b"alive\n"
+
+
+async def test_memory_shared_by_forks_is_counted_once(pool: Pool) -> None:
+    box = await pool.acquire("t", 1)
+    code = "import os, time\nheld = b'x' * (50 << 20)\nfor _ in range(6):\n    if os.fork() == 0: break\ntime.sleep(1)"
+    result = await python(box, code)
+    assert (result.code, result.killed) == (0, "")
+
+
+async def test_disk(pool: Pool) -> None:
+    box = await pool.acquire("t", 1)
+    code = (
+        "import errno, os\n"
+        "for place in ('/box', '/tmp', '/dev/shm'):\n"
+        "    total = 0\n"
+        "    try:\n"
+        "        for number in range(1000):\n"
+        "            with open(f'{place}/{number}', 'wb') as file: total += file.write(bytes(1 << 20))\n"
+        "    except OSError as error: print(place, total >> 20, errno.errorcode[error.errno])\n"
+    )
+    result = await python(box, code)
+    assert result.stdout == b"/box 16 ENOSPC\n/tmp 8 ENOSPC\n/dev/shm 8 ENOSPC\n"
+
+
+async def test_output_flood_is_counted_not_kept(pool: Pool) -> None:
+    box = await pool.acquire("t", 1)
+    process = psutil.Process()
+    before = process.memory_info().rss
+    result = await box.run(["head", "-c", str(1 << 30), "/dev/zero"], cap_bytes=1000, timeout_s=60.0)
+    assert (result.code, len(result.stdout), result.stdout_bytes) == (0, 1000, 1 << 30)
+    assert process.memory_info().rss - before < 20 << 20
+    runner = process_tree(box._session.pid)[-1]
+    assert psutil.Process(runner).memory_info().rss < 30 << 20
+
+
+async def test_endless_output_is_ended(pool: Pool) -> None:
+    box = await pool.acquire("t", 1)
+    result = await box.run(["sh", "-c", "yes >&2"], cap_bytes=10, timeout_s=1.0)
+    assert result.killed in ("timeout", "output")
+    assert (result.stderr, result.stdout) == (b"y\n" * 5, b"")
+
+
+async def test_read_keeps_to_its_cap(pool: Pool) -> None:
+    box = await pool.acquire("t", 1)
+    await box.run(["sh", "-c", "head -c 5000 /dev/zero > big; truncate -s 10M sparse"])
+    assert len(await box.read("big")) == 5000
+    with pytest.raises(OSError, match="exceeds the cap"):
+        await box.read("sparse", cap_bytes=1 << 20)
+
+
+async def test_odd_names(pool: Pool) -> None:
+    box = await pool.acquire("t", 1)
+    names = ["-rf", "a\nb", "ü/…", "\udcff", "n" * 255, "/".join(["d" * 250] * 20), "*", " "]
+    await box.write({name: name.encode(errors="surrogateescape") for name in names})
+    for name in names:
+        assert await box.read(name) == name.encode(errors="surrogateescape")
+    for name in ("no", "n" * 256, "a\0b", ".", "..", "ü/../../x"):
+        with pytest.raises(OSError):
+            await box.read(name)
+    for name in ("-rf/x", "n" * 256, "a\0b", ".", "..", "ü/../../x"):
+        with pytest.raises(OSError):
+            await box.write({name: b""})
+
+
+async def test_idle_sockets_are_no_memory(pool: Pool) -> None:
+    """Many are looked at one by one; what they hold counts, not how many they are."""
+    box = await pool.acquire("t", 1)
+    code = "import socket, time\npairs = [socket.socketpair() for _ in range(300)]\ntime.sleep(0.5)\nprint(len(pairs))"
+    result = await python(box, code)
+    assert (result.code, result.killed, result.stdout) == (0, "", b"300\n")
+
+
+def test_what_sockets_and_pipes_hold_is_seen() -> None:
+    """By the sender's end, by the receiver's where the sender is closed, and by a pipe's size where it isn't empty."""
+    before = buffered_bytes([os.getpid()])
+    left, right = socket.socketpair()
+    read_fd, write_fd = os.pipe()
+    assert buffered_bytes([os.getpid()]) == before
+    left.sendall(bytes(100_000))
+    sent = buffered_bytes([os.getpid()]) - before
+    assert 100_000 <= sent < 150_000
+    left.close()
+    assert 100_000 <= buffered_bytes([os.getpid()]) - before <= sent
+    os.write(write_fd, b"x")
+    assert buffered_bytes([os.getpid()]) - before >= 100_000 + 4096
+    right.close()
+    os.close(read_fd)
+    os.close(write_fd)
+    assert buffered_bytes([os.getpid()]) == before
 
 
 # ---- reset

@@ -3,6 +3,7 @@
 runs     train, resume, stop, scale, config      looks    status, watch, logs; efficiency: seff
 store    store ls, show, query, verify, and the store's care
 models   model tiny, model smollm2                        bench    bench store
+sandbox  sandbox attack
 common   the arguments that they share
 """
 
@@ -14,7 +15,7 @@ from typing import Annotated
 import typer
 
 from hpcrl import __version__
-from hpcrl.cli import bench, efficiency, looks, models, runs, store
+from hpcrl.cli import bench, efficiency, looks, models, runs, sandbox, store
 from hpcrl.cli.common import fail
 from hpcrl.types import HpcrlError
 
@@ -30,6 +31,7 @@ app.add_typer(efficiency.app)
 app.add_typer(models.app, name="model")
 app.add_typer(store.app, name="store")
 app.add_typer(bench.app, name="bench")
+app.add_typer(sandbox.app, name="sandbox")
 
 
 def main() -> None:

@@ -34,6 +34,8 @@ PASSWD = b"agent:x:1000:1000::/box:/bin/sh\nnobody:x:65534:65534::/:/bin/false\n
 GROUP = b"agent:x:1000:\nnogroup:x:65534:\n"
 _SYSTEM = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 _ETC = ("/etc/alternatives", "/etc/ssl", "/etc/ld.so.cache", "/etc/localtime")
+# Where memory runs out, the kernel is to end a sandbox, not the pool. Set before bwrap, for inside /proc is read-only.
+_OOM_FIRST = ("/bin/sh", "-c", '{ echo 1000 > /proc/self/oom_score_adj; } 2> /dev/null; exec "$@"', "sh")
 # Switches and the value that lets an ordinary user make namespaces.
 _SWITCHES: tuple[tuple[str, Callable[[int], bool], str], ...] = (
     ("user/max_user_namespaces", lambda value: value > 0, "sysctl -w user.max_user_namespaces=15000"),
@@ -84,7 +86,7 @@ class Backend:
     def argv(self, limits: Limits, files: dict[str, int], filter_fd: int) -> list[str]:
         """bwrap's command line up to the program to run. `files`: path inside -> descriptor with its content."""
         become = ["--reuid", str(STRANGER), "--regid", str(STRANGER), "--clear-groups"]
-        argv = [self.setpriv, *become, self.bwrap] if self.setpriv else [self.bwrap]
+        argv = [*_OOM_FIRST, *([self.setpriv, *become] if self.setpriv else ()), self.bwrap]
         argv += ["--unshare-user", "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts"]
         argv += ["--unshare-cgroup-try", "--disable-userns", "--die-with-parent", "--new-session", "--as-pid-1"]
         argv += ["--uid", "1000", "--gid", "1000"]
@@ -102,7 +104,21 @@ class Backend:
         for name, fd in files.items():
             argv += ["--perms", "0444", "--file", str(fd), name]
         half = str(limits.disk_bytes // 2)
-        argv += ["--proc", "/proc", "--dev", "/dev", "--size", half, "--perms", "1777", "--tmpfs", "/dev/shm"]
+        # Read-only: the IPC namespace's settings are their owner's to change, and a reset would not restore them.
+        argv += [
+            "--proc",
+            "/proc",
+            "--remount-ro",
+            "/proc",
+            "--dev",
+            "/dev",
+            "--size",
+            half,
+            "--perms",
+            "1777",
+            "--tmpfs",
+            "/dev/shm",
+        ]
         argv += ["--remount-ro", "/dev", "--size", half, "--perms", "1777", "--tmpfs", "/tmp"]
         argv += ["--size", str(limits.disk_bytes), "--perms", "0700", "--tmpfs", WORK]
         # bwrap's own root is a tmpfs without a size: nothing may be written to it.

@@ -374,7 +374,8 @@ def condition() -> tuple[object, ...]:
 def limit(config: Header) -> None:
     """Limits that commands inherit. Each has soft == hard, so that no command can raise it."""
     wanted = {
-        resource.RLIMIT_CORE: 0,
+        # Less than a page: no file. And of all values it alone keeps the kernel from starting core_pattern's program.
+        resource.RLIMIT_CORE: 1,
         resource.RLIMIT_FSIZE: config["disk_bytes"],
         resource.RLIMIT_NOFILE: 1024,
         resource.RLIMIT_MEMLOCK: 64 << 10,

@@ -378,9 +378,10 @@ class Driver:
             for path in sorted(self._paths.inbox.glob("*.json")):
                 self._command(path)
             if self._config.launch.executor != "local":
-                here = {job_of(role["node"]) for role in self._roles.values()}  # whatever Slurm says of them
-                ended = lambda node, here=here: job_of(node) in self._fleet.ended - here  # noqa: E731
-                for path in await asyncio.to_thread(seal_ended, self._paths, ended):
+                self._fleet.here = {job_of(role["node"]) for role in self._roles.values()}
+                ended = self._fleet.ended - self._fleet.here
+                is_ended = lambda node, ended=ended: job_of(node) in ended  # noqa: E731
+                for path in await asyncio.to_thread(seal_ended, self._paths, is_ended):
                     logger.info("%s: closed, as the job of its owner has ended", path)
             await asyncio.sleep(self._config.store.poll_s)
 

@@ -26,7 +26,6 @@ LOCAL_LOOK_S = 0.1
 # Ends that speak against a job; others, such as the end of its time, are nobody's fault where it has lived for a while.
 FAILED = frozenset({"GONE", "FAILED", "OUT_OF_MEMORY", "BOOT_FAIL"})
 SHORT_S = 60.0
-GONE_S = {"slurm": 60.0, "steps": 5.0}  # for so long a job must not be listed; steps aren't once they have ended
 EXCLUDE_AFTER = 3
 PENDING_MINUTES = 10
 SLOW_S = 10.0  # a refusal that took so long is no answer
@@ -57,8 +56,10 @@ class Fleet:
         self.released: set[Role] = set()  # of these, those whose jobs are told to leave
         self._jobs = [job for job in launch.jobs(paths) if job.role != "control"]  # all that may still live
         self._submitted_ahead: list[Job] = []
+        self._all_are_known = True  # of those
         self.states: dict[str, State] = {}  # by job's key, as last seen
         self._missing: dict[str, float] = {}  # since when a job, by its key, isn't listed
+        self.here: set[str] = set()  # ids of jobs that are connected to control: they live, whatever Slurm says
         self.ended: set[str] = set()  # keys of jobs that surely have ended
         self.gpu_s = gpu_s  # GPU-seconds that jobs have had
         self.rollout_leaves_s = 0.0  # how long before its end a rollout job leaves by itself, as its steps are so long
@@ -157,20 +158,21 @@ class Fleet:
             minutes = (time.time() - job.wall) / 60
             if job.key in self.states and self.states[job.key].name == "SUSPENDED":
                 found.append(f"{job.role}-{job.index} is suspended: `scontrol resume {job.id}`, if it was you")
-            if self._is_pending(job) and minutes > PENDING_MINUTES:
+            if self._queues(job) and minutes > PENDING_MINUTES:
                 why = self.states[job.key].reason or "no reason given"
                 found.append(f"{job.role}-{job.index} (job {job.id}) has been pending for {minutes:.0f} min: {why}")
         return found
 
     def pending(self) -> list[str]:
         """The jobs that wait to begin, and why, as Slurm says: not wrong by itself, but where a quiet run stands."""
-        waiting = [job for job in self.wanted.values() if job is not None and self._is_pending(job)]
+        waiting = [job for job in self.wanted.values() if job is not None and self._queues(job)]
         return [f"{job.role}-{job.index} ({self.states[job.key].reason or 'no reason given'})" for job in waiting]
 
     def _take_note(self) -> None:
         """Of jobs that were submitted ahead some may have come after this control began."""
         if self._config.launch.fleet == "presubmitted":
-            self._submitted_ahead = [job for job in launch.jobs(self._paths) if job.role != "control"]
+            found, self._all_are_known = launch.ahead(self._paths)
+            self._submitted_ahead = [job for job in found if job.role != "control"]
             self._jobs = [job for job in self._submitted_ahead if job.key not in self.ended]
 
     async def _submit(self, role: Role, index: int, now: float) -> bool:
@@ -224,7 +226,7 @@ class Fleet:
             ends = [state.left_s for state in self.states.values() if state.alive and state.left_s is not None]
             near = bool(ends) and min(ends) < self._config.slurm_of("control", 0).signal_s
             return "stopped: the time of this allocation is nearly over" if near else ""
-        if self._config.launch.fleet == "presubmitted":
+        if self._config.launch.fleet == "presubmitted" and self._all_are_known:
             last = {self._pool(job): job for job in self._submitted_ahead if job.role not in self.done}
             for pool in last.keys() - {self._pool(job) for job in self._jobs}:
                 failed = self.states[last[pool].key].name in FAILED
@@ -280,7 +282,9 @@ class Fleet:
     def _believed(self, job: Job, state: State) -> State:
         """What an answer doesn't list lives on as before for a while: an answer may be cut short, and a job's end is
         seen before it is forgotten."""
-        patience_s = GONE_S.get(job.executor, 0.0)
+        patience_s = launch.GONE_S.get(job.executor, 0.0)
+        if state.name == launch.GONE.name and job.id in self.here:
+            return self.states.get(job.key, State(alive=True, name="UNKNOWN"))
         if state.name != launch.GONE.name or not patience_s:
             self._missing.pop(job.key, None)
             return state
@@ -301,6 +305,7 @@ class Fleet:
         if self._submitting is not None:  # one may be on its way
             with contextlib.suppress(HpcrlError):
                 self._jobs.append(await self._submitting)
+        self._take_note()
         mine = job_id()  # control's successors have nothing to do any more
         self._jobs += [job for job in launch.jobs(self._paths) if job.role == "control" and job.id != mine]
         living = await self._alive(self._jobs)
@@ -328,3 +333,7 @@ class Fleet:
 
     def _is_pending(self, job: Job) -> bool:
         return job.key in self.states and self.states[job.key].name == "PENDING"
+
+    def _queues(self, job: Job) -> bool:
+        """Whether it is pending, and not for the job before it to end."""
+        return self._is_pending(job) and self.states[job.key].reason != "Dependency"

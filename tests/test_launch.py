@@ -17,7 +17,8 @@ from pathlib import Path
 import pytest
 from run_parts import hpcrl
 
-from hpcrl import config, fleet, launch, node
+from hpcrl import config, launch, node
+from hpcrl.cli import runs
 from hpcrl.config import Config, seconds_of
 from hpcrl.fleet import Fleet
 from hpcrl.launch import Job, SlurmError, slurm
@@ -66,8 +67,9 @@ def test_a_container_and_lines_of_a_sites_own(tmp_path: Path) -> None:
     text += 'container = "/images/a b.sif"\n[control]\nslurm = {container_runtime = "pyxis", memory_per_cpu = ""}\n'
     settings = load(tmp_path, text)
     rollout, control = (slurm.script(RunPaths(tmp_path), settings, role, 0) for role in ("rollout", "control"))
-    for line in ("module load cuda/12", "ulimit -n 4096", "#SBATCH --reservation=school", "#SBATCH --overcommit"):
+    for line in ("ulimit -n 4096", "#SBATCH --reservation=school", "#SBATCH --overcommit"):
         assert line in rollout.splitlines()
+    assert "\nmodule load cuda/12 || " in rollout
     assert "#SBATCH --mem-per-cpu=2G" in rollout and "--mem=" not in rollout
     assert f"apptainer exec --nv --bind {tmp_path} '/images/a b.sif' python3 -u -m submitit" in rollout
     assert "'--container-image=/images/a b.sif'" in control and "mem" not in control
@@ -566,12 +568,43 @@ async def test_an_answer_that_is_cut_short_ends_nothing(
     assert launch.jobs(cluster.paths) == before and not cluster.fleet.ended
     cluster.all_run()
     await cluster.ensure()
-    monkeypatch.setitem(fleet.GONE_S, "slurm", 0.01)
+    monkeypatch.setitem(launch.GONE_S, "slurm", 0.01)
+    cluster.fleet.here = {"101"}  # connected to control
     cluster.say(_100="RUNNING|59:00|n1")
     await cluster.ensure()
     await asyncio.sleep(0.02)
     await cluster.ensure()
-    assert len(cluster.fleet.ended) == len(before) - 1
+    assert cluster.fleet.ended == {job.key for job in before} - {"100", "101"}
+
+
+def test_jobs_submitted_ahead_are_those_of_the_latest_start(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path)
+    assert launch.ahead(paths) == ([], True)
+    job = {"role": "control", "index": 0, "executor": "slurm"}
+    for start in (1.0, 10.0):
+        launch.record(paths, "ahead", wall=start)
+        for number in (1, 2):
+            launch.record(paths, "submitted", **job, id=f"{start + number:g}", wall=start + number)
+            found, whole = launch.ahead(paths)
+            assert [one.id for one in found] == [f"{start + so_far:g}" for so_far in range(1, number + 1)] and not whole
+        launch.record(paths, "whole", wall=start + 3)
+        assert launch.ahead(paths) == (found, True)
+
+
+def test_a_watcher_believes_no_single_answer(
+    command: Callable[[str, str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = Cluster(tmp_path, command, gpu_hours=9)
+    job = Job(role="control", index=0, executor="slurm", id="7", wall=time.time())
+    look = runs.LookAt(job, cluster.settings)
+    cluster.say(_7="RUNNING|59:00|n1")
+    assert look.alive and look.waits() == "control-0: job 7, running"
+    cluster.say()
+    time.sleep(0.01)
+    assert look.alive
+    time.sleep(0.01)
+    monkeypatch.setitem(launch.GONE_S, "slurm", 0.0)
+    assert not look.alive
 
 
 async def test_hosts_with_long_steps_leave_sooner_and_have_their_successors_sooner(

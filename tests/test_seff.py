@@ -89,7 +89,7 @@ def test_a_pools_allocation_is_the_sum_of_its_uses_and_each_is_found_elsewhere(r
     updates = [one.metrics for one in lineage(paths) if one.trajectories]
     spent = sum(one[f"{part}_s"] for one in updates for part in ("read", "forward_backward", "step"))
     assert learner["uses_s"]["learning"] + learner["uses_s"]["retry"] == pytest.approx(2 * spent, rel=0.2, abs=1.0)
-    assert learner["uses_s"]["weight_sync"] >= 2 * sum(one["publish_s"] for one in updates)
+    assert learner["uses_s"]["weight_sync"] >= sum(one["publish_s"] for one in updates)
     assert learner["uses_s"]["saving"] > 0 and learner["uses_s"]["waiting"] > 0
 
     # Generating: the time in which the store's acts say that any request was in the engine; what a kill cut off is not

@@ -146,7 +146,11 @@ def full_status(paths: RunPaths) -> dict[str, Any]:
     if stopped is not None:
         row["state"], _, reason = str(stopped.get("outcome", "stopped")).partition(": ")
         row = {**row, "reason": reason, "wrong": []}
-    elif found is not None and not any(job["alive"] for job in controls):
+    elif (
+        found is not None
+        and not any(job["alive"] for job in controls)
+        and not any(says_otherwise(paths, job, states[job.key]) for job in found if job.role == "control")
+    ):
         row["state"], row["reason"] = _broken_off(paths, row["state"], controls)
     elif row["state"] == "running" and (silent_s := time.time() - row["wall"]) > SILENT_S:
         said = f"control has said nothing for {silent_s:.0f} s: it hangs, or the clocks of its node and of this differ"
@@ -160,6 +164,14 @@ def full_status(paths: RunPaths) -> dict[str, Any]:
         "name": settings.name, "executor": settings.launch.executor, "seed": settings.seed, "run": str(paths.root),
         "jobs": jobs, "success": success(row["evaluations"]),
     }  # fmt: skip
+
+
+def says_otherwise(paths: RunPaths, job: launch.Job, state: launch.State) -> bool:
+    """Whether a control that Slurm doesn't list has spoken within the last minute: an answer may be cut short."""
+    if state.name != launch.GONE.name or not launch.GONE_S.get(job.executor) or paths.stopped.exists():
+        return False
+    row = heartbeat(paths)
+    return row is not None and time.time() - row["wall"] < launch.GONE_S[job.executor]
 
 
 def _broken_off(paths: RunPaths, state: str, controls: Sequence[dict[str, Any]]) -> tuple[str, str]:

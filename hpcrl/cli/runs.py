@@ -10,6 +10,7 @@ import shutil
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -17,7 +18,7 @@ import typer
 
 from hpcrl import config, launch
 from hpcrl.cli.common import ConfigFile, RunFolder, Sets, fail, refuse_running
-from hpcrl.cli.looks import heartbeat, print_summary
+from hpcrl.cli.looks import heartbeat, print_summary, says_otherwise
 from hpcrl.config import Config
 from hpcrl.layout import RunPaths, publish, publish_json, read_json
 from hpcrl.types import ConfigError, HpcrlError, is_number
@@ -63,16 +64,16 @@ def train(
     begin(paths, settings, detach)
 
 
-def begin(paths: RunPaths, settings: Config, detach: bool) -> None:
+def begin(paths: RunPaths, settings: Config, detach: bool, prepare: Callable[[], None] = lambda: None) -> None:
     if not detach:
-        sys.exit(watch_to_end(paths, settings))
-    job = _start(paths, settings)
+        sys.exit(watch_to_end(paths, settings, prepare))
+    job = _start(paths, settings, prepare)
     print(f"job {job.id} is its control; `hpcrl watch {paths.root}` shows it, `hpcrl stop {paths.root}` ends it")
 
 
-def _start(paths: RunPaths, settings: Config) -> launch.Job:
+def _start(paths: RunPaths, settings: Config, prepare: Callable[[], None]) -> launch.Job:
     try:
-        return launch.start(paths, settings)
+        return launch.start(paths, settings, prepare)
     except ConfigError:
         raise
     except HpcrlError as error:
@@ -110,20 +111,26 @@ def resume(
     paths.make()  # it may have been cut short while it was made
     ensure_model(settings.model, paths, settings.seed)
     launch.make_certificate(paths)
-    if settings != old:
-        publish(paths.config, config.dump(settings))
-    paths.stopped.unlink(missing_ok=True)
-    for asked in (*paths.inbox.glob("stop-*.json"), *paths.inbox.glob("scale-*.json")):  # of the control before
-        asked.unlink(missing_ok=True)
-    reserve(paths)
-    begin(paths, settings, detach)
+
+    def prepare() -> None:
+        if settings != old:
+            publish(paths.config, config.dump(settings))
+        paths.stopped.unlink(missing_ok=True)
+        for asked in (*paths.inbox.glob("stop-*.json"), *paths.inbox.glob("scale-*.json")):  # of the control before
+            asked.unlink(missing_ok=True)
+        reserve(paths)
+
+    begin(paths, settings, detach, prepare)
 
 
 def refuse_control(paths: RunPaths) -> None:
     """Raises ConfigError while control lives. One that was cancelled may take a while to end."""
     until, run = time.monotonic() + ENDING_S, paths.root
-    while (job := launch.current(paths)) is not None and (state := launch.look([job])[job.key]).alive:
-        if state.name != "COMPLETING" or time.monotonic() > until:
+    while (job := launch.current(paths)) is not None:
+        state = launch.look([job])[job.key]
+        if not state.alive and not says_otherwise(paths, job, state):
+            return
+        if state.alive and (state.name != "COMPLETING" or time.monotonic() > until):
             raise ConfigError(f"{run}: is running (job {job.id}); watch it with `hpcrl watch {run}`")
         time.sleep(look_s(paths))
 
@@ -283,7 +290,7 @@ def reserve(paths: RunPaths) -> None:
         os.posix_fallocate(file.fileno(), 0, RESERVE_BYTES)
 
 
-def watch_to_end(paths: RunPaths, settings: Config) -> int:
+def watch_to_end(paths: RunPaths, settings: Config, prepare: Callable[[], None] = lambda: None) -> int:
     """Keep control running and show the run until it came to rest; the exit code."""
     from hpcrl.observe.live import Watch
 
@@ -299,7 +306,7 @@ def watch_to_end(paths: RunPaths, settings: Config) -> int:
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, interrupt)
-    job = _start(paths, settings)
+    job = _start(paths, settings, prepare)
     restarts = updates = 0
     told, waiting = False, ""
     look = LookAt(job, settings)
@@ -397,7 +404,7 @@ class LookAt:
 
     def __init__(self, job: launch.Job, settings: Config) -> None:
         self._job, self._every_s = job, 0.0 if job.executor == "local" else settings.launch.look_s
-        self._looked = 0.0
+        self._looked, self._listed = 0.0, time.monotonic()
         self.state: launch.State | None = None  # as the executor has it
 
     @property
@@ -405,7 +412,12 @@ class LookAt:
         if (self.state is None or self.state.alive) and time.monotonic() - self._looked > self._every_s:
             self._looked = time.monotonic()
             with contextlib.suppress(launch.SlurmError):
-                self.state = launch.look([self._job])[self._job.key]
+                found = launch.look([self._job])[self._job.key]
+                if found.name != launch.GONE.name:
+                    self._listed = time.monotonic()
+                elif time.monotonic() - self._listed < launch.GONE_S.get(self._job.executor, 0.0):
+                    return True  # an answer may be cut short
+                self.state = found
         return self.state is None or self.state.alive
 
     def waits(self) -> str:

@@ -14,17 +14,17 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 
 from hpcrl.config import Config, load_resolved, seconds_of
 from hpcrl.launch import local, slurm, steps
-from hpcrl.launch.jobs import GONE, ROLES, STATIC, Executor, Job, Role, State, jobs, newest, record, wanted
+from hpcrl.launch.jobs import GONE, ROLES, STATIC, Executor, Job, Role, State, ahead, jobs, newest, record, wanted
 from hpcrl.launch.slurm import SUBMIT_S, SlurmError
 from hpcrl.layout import RunPaths, listed, next_number, publish, read_json
 from hpcrl.types import ConfigError, HpcrlError
 
-__all__ = ["GONE", "ROLES", "Job", "Role", "SlurmError", "State", "jobs", "newest", "record", "wanted"]
+__all__ = ["GONE", "ROLES", "Job", "Role", "SlurmError", "State", "ahead", "jobs", "newest", "record", "wanted"]
 
 EXECUTORS: dict[str, Executor] = {"local": local, "slurm": slurm, "steps": steps}
 
@@ -35,6 +35,10 @@ def look(jobs: Iterable[Job]) -> dict[str, State]:
     for name, mine in _by_executor(jobs).items():
         found |= EXECUTORS[name].look(mine)
     return found
+
+
+# For so long a job must not be listed to be held to have ended; steps aren't once they have.
+GONE_S = {"slurm": 60.0, "steps": 5.0}
 
 
 def alive(job: Job | None) -> bool:
@@ -82,16 +86,20 @@ def _by_executor(jobs: Iterable[Job]) -> dict[str, list[Job]]:
     return found
 
 
-def start(paths: RunPaths, config: Config) -> Job:
+def start(paths: RunPaths, config: Config, prepare: Callable[[], None] = lambda: None) -> Job:
     """Submit control, which submits the rest. Where it may not: every job, and those that are to follow it.
 
-    Returns control's first job. Raises HpcrlError when one is refused, those before it are cancelled; ConfigError when
-    the run has a control, or another command is about to give it one.
+    `prepare` is called first, once nobody else can be at it. Returns control's first job. Raises HpcrlError when one is
+    refused, those before it are cancelled; ConfigError when the run has a control, or another command is about to give
+    it one.
     """
     with _only_one(paths):
         before = current(paths)
         if before is not None and alive(before):
             raise ConfigError(f"{paths.root}: is running (job {before.id}); watch it with `hpcrl watch {paths.root}`")
+        prepare()
+        if config.launch.fleet == "presubmitted":
+            record(paths, "ahead", wall=time.time())
         control = submit(paths, "control")
     if config.launch.fleet == "live":
         return control
@@ -109,6 +117,7 @@ def start(paths: RunPaths, config: Config) -> Job:
         with contextlib.suppress(SlurmError):
             send(submitted, signal.SIGKILL)
         raise
+    record(paths, "whole", wall=time.time())
     return control
 
 

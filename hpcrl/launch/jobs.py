@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +13,9 @@ import msgspec
 
 from hpcrl.config import Config
 from hpcrl.layout import Appender, RunPaths, read_lines
-from hpcrl.types import StoreError, is_number
+from hpcrl.types import is_number
+
+logger = logging.getLogger(__name__)
 
 Role = Literal["control", "rollout", "sandbox", "learner"]
 ROLES: tuple[Role, ...] = ("control", "rollout", "sandbox", "learner")
@@ -59,16 +62,28 @@ GONE = State(alive=False, name="GONE")
 
 
 def jobs(paths: RunPaths) -> list[Job]:
-    """Every job that was submitted for this run, oldest first. Raises StoreError for a line that can't be one."""
+    """Every job that was submitted for this run, oldest first. What is no line of a job is passed over: whoever wants
+    to stop a run must be able to."""
     rows, _ = read_lines(paths.jobs, skip_torn=True)
-    try:
-        whole = [{"executor": "local", **row} for row in rows if row.get("event") == "submitted"]
-        found = [msgspec.convert(row, Job) for row in whole]
-        if strange := [job.id for job in found if job.executor == "local" and not is_number(job.id)]:
-            raise TypeError(f"{strange[0]!r} is the id of no process")
-        return found
-    except (AttributeError, TypeError, msgspec.ValidationError) as error:
-        raise StoreError(f"{paths.jobs}: unreadable: {error}") from error
+    found = []
+    for row in rows:
+        if isinstance(row, dict) and row.get("event") == "submitted":
+            try:
+                job = msgspec.convert({"executor": "local", **row}, Job)
+                if job.executor == "local" and not is_number(job.id):
+                    raise msgspec.ValidationError(f"{job.id!r} is the id of no process")
+                found.append(job)
+            except msgspec.ValidationError as error:
+                logger.warning("%s: a line is passed over: %s", paths.jobs, error)
+    return found
+
+
+def ahead(paths: RunPaths) -> tuple[list[Job], bool]:
+    """Of a run whose jobs are submitted ahead: those of the latest start, and whether these are all."""
+    rows, _ = read_lines(paths.jobs, skip_torn=True)
+    marks = [row for row in rows if isinstance(row, dict) and row.get("event") in ("ahead", "whole")]
+    began = next((row["wall"] for row in reversed(marks) if row["event"] == "ahead"), 0.0)
+    return [job for job in jobs(paths) if job.wall >= began], not marks or marks[-1]["event"] == "whole"
 
 
 def newest(paths: RunPaths, role: Role, index: int = 0) -> Job | None:

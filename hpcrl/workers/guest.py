@@ -22,7 +22,7 @@ from distributed.security import Security
 from hpcrl.config import Config
 from hpcrl.layout import RunPaths, node_name, read_json
 from hpcrl.node import host_of
-from hpcrl.types import ConfigError
+from hpcrl.types import ConfigError, StoreError
 
 logger = logging.getLogger(__name__)
 
@@ -104,8 +104,16 @@ class Guest:
             if time.monotonic() - last_seen > self._config.launch.control_timeout_s:
                 logger.warning("no control for %g s: this process ends", self._config.launch.control_timeout_s)
                 return
-            scheduler = read_json(self._paths.scheduler)
-            if scheduler is None or not await _listens(scheduler["address"], self._security):
+            try:
+                scheduler = read_json(self._paths.scheduler)
+            except StoreError as error:  # control will write it anew
+                logger.warning("%s", error)
+                scheduler = None
+            if (
+                scheduler is None
+                or "address" not in scheduler
+                or not await _listens(scheduler["address"], self._security)
+            ):
                 await self._pause(min(1.0, self._config.store.poll_s))
                 continue
             if others := [f"{name} {found}" for name, found in versions().items() if found != scheduler.get(name)]:

@@ -92,16 +92,19 @@ async def test_cancelling_ends_the_request_in_the_engine(rig: EngineRig) -> None
     sampling = Sampling(temperature=1.0, max_tokens=240)
     calls = [asyncio.create_task(engine.generate(context(8, 3), sampling, request=f"c{i}")) for i in range(16)]
 
-    async def running(count: int) -> bool:
-        return (await engine.stats()).running == count
+    async def any_runs() -> bool:
+        return (await engine.stats()).running > 0
 
-    await until(lambda: running(16))
+    async def none_runs() -> bool:
+        return not await any_runs()
+
+    await until(any_runs)  # not all 16: a quick engine has ended the first before it has begun the last
     assert not any(call.done() for call in calls)
     for call in calls:
         call.cancel()
     await asyncio.gather(*calls, return_exceptions=True)
     began = time.monotonic()
-    await until(lambda: running(0))
+    await until(none_runs)
     took = time.monotonic() - began
     await engine.close()
     assert took < 1.0

@@ -130,7 +130,7 @@ def refuse_control(paths: RunPaths) -> None:
         state = launch.look([job])[job.key]
         if not state.alive and not says_otherwise(paths, job, state):
             return
-        if state.alive and (state.name != "COMPLETING" or time.monotonic() > until):
+        if (state.alive and state.name != "COMPLETING") or time.monotonic() > until:
             raise ConfigError(f"{run}: is running (job {job.id}); watch it with `hpcrl watch {run}`")
         time.sleep(look_s(paths))
 

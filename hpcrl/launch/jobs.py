@@ -74,8 +74,13 @@ def jobs(paths: RunPaths) -> list[Job]:
                     raise msgspec.ValidationError(f"{job.id!r} is the id of no process")
                 found.append(job)
             except msgspec.ValidationError as error:
-                logger.warning("%s: a line is passed over: %s", paths.jobs, error)
+                _warn_once(f"{paths.jobs}: a line is passed over: {error}")
     return found
+
+
+@functools.cache
+def _warn_once(text: str) -> None:
+    logger.warning("%s", text)
 
 
 def ahead(paths: RunPaths) -> tuple[list[Job], bool]:

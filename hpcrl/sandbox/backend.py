@@ -105,20 +105,8 @@ class Backend:
             argv += ["--perms", "0444", "--file", str(fd), name]
         half = str(limits.disk_bytes // 2)
         # Read-only: the IPC namespace's settings are their owner's to change, and a reset would not restore them.
-        argv += [
-            "--proc",
-            "/proc",
-            "--remount-ro",
-            "/proc",
-            "--dev",
-            "/dev",
-            "--size",
-            half,
-            "--perms",
-            "1777",
-            "--tmpfs",
-            "/dev/shm",
-        ]
+        argv += ["--proc", "/proc", "--remount-ro", "/proc", "--dev", "/dev"]
+        argv += ["--size", half, "--perms", "1777", "--tmpfs", "/dev/shm"]
         argv += ["--remount-ro", "/dev", "--size", half, "--perms", "1777", "--tmpfs", "/tmp"]
         argv += ["--size", str(limits.disk_bytes), "--perms", "0700", "--tmpfs", WORK]
         # bwrap's own root is a tmpfs without a size: nothing may be written to it.

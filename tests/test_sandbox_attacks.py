@@ -1,6 +1,6 @@
 """`hpcrl sandbox attack`: every attack of the table, by the command; and that the suite can fail.
 
-The attacks themselves are in `hpcrl/sandbox/attacks.py`, one property each.
+The attacks themselves are in `hpcrl/sandbox/attacks/`, one property each.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from hpcrl.sandbox.attacks import ATTACKS, Attack, named
+from hpcrl.sandbox.attacks import ATTACKS, named
+from hpcrl.sandbox.attacks.words import Attack
 from hpcrl.sandbox.backend import Backend, Limits, find_backend
 from hpcrl.sandbox.judge import Judged, run_attacks
 

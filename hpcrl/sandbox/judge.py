@@ -23,7 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from hpcrl.sandbox.attacks import ATTACKS, FORGED, PRELUDE, Attack, Ground
+from hpcrl.sandbox.attacks import ATTACKS
+from hpcrl.sandbox.attacks.words import FORGED, PRELUDE, Attack, Ground
 from hpcrl.sandbox.backend import PLACES, WORK, Backend, Limits, process_tree
 from hpcrl.sandbox.bait import becoming, give, scene, servers
 from hpcrl.sandbox.runner import FRAME

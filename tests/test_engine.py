@@ -90,21 +90,24 @@ async def test_cancelling_ends_the_request_in_the_engine(rig: EngineRig) -> None
     # No stop ids: each would run for more than 200 tokens.
     engine = VllmEngine(rig.process.socket, stop_ids=(), max_model_len=MAX_MODEL_LEN)
     sampling = Sampling(temperature=1.0, max_tokens=240)
-    calls = [asyncio.create_task(engine.generate(context(8, 3), sampling, request=f"c{i}")) for i in range(16)]
+    calls: list[asyncio.Task[Generation]] = []
 
-    async def any_runs() -> bool:
-        return (await engine.stats()).running > 0
+    async def running(count: int) -> bool:
+        return (await engine.stats()).running == count
 
-    async def none_runs() -> bool:
-        return not await any_runs()
+    async def all_run() -> bool:
+        nonlocal calls
+        if all(call.done() for call in calls):  # at first, and where they were through before anyone looked
+            calls = [asyncio.create_task(engine.generate(context(8, 3), sampling, request=f"c{i}")) for i in range(16)]
+        return await running(16)
 
-    await until(any_runs)  # not all 16: a quick engine has ended the first before it has begun the last
+    await until(all_run)
     assert not any(call.done() for call in calls)
     for call in calls:
         call.cancel()
     await asyncio.gather(*calls, return_exceptions=True)
     began = time.monotonic()
-    await until(none_runs)
+    await until(lambda: running(0))
     took = time.monotonic() - began
     await engine.close()
     assert took < 1.0

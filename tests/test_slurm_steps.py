@@ -88,7 +88,7 @@ def test_where_compute_nodes_may_not_submit(slurm: Slurm, folder: Path, tiny_mod
     first, second = (job.id for job in submitted if job.role == "control")
     slurm.ask("scancel", first)
     until(lambda: slurm.job(second)["JobState"] == "RUNNING", 60)
-    until(lambda: (read_json(run.paths.stopped) or {}).get("outcome") == "done", 600)
+    until(lambda: (read_json(run.paths.stopped) or {}).get("outcome") == "done", 300)
     until(lambda: not slurm.ask("squeue", "--noheader"), 60)
     assert launch.jobs(run.paths) == submitted, "nothing was submitted later"
     report = verify(run.paths, deep=True)

@@ -140,17 +140,16 @@ def full_status(paths: RunPaths) -> dict[str, Any]:
         except launch.SlurmError as error:
             row["trouble"] = str(error)
             states = {job.key: launch.State(alive=True, name="UNKNOWN") for job in found}
+        controls_found = [job for job in found if job.role == "control"]
+        if controls_found and not any(states[job.key].alive for job in controls_found):
+            states[controls_found[-1].key] = _believed(paths, controls_found[-1], states[controls_found[-1].key])
         jobs = [asdict(job) | asdict(states[job.key]) for job in found]
     stopped = read_json(paths.stopped)
     controls = [job for job in jobs if job["role"] == "control"]
     if stopped is not None:
         row["state"], _, reason = str(stopped.get("outcome", "stopped")).partition(": ")
         row = {**row, "reason": reason, "wrong": []}
-    elif (
-        found is not None
-        and not any(job["alive"] for job in controls)
-        and not any(says_otherwise(paths, job, states[job.key]) for job in found if job.role == "control")
-    ):
+    elif found is not None and not any(job["alive"] for job in controls):
         row["state"], row["reason"] = _broken_off(paths, row["state"], controls)
     elif row["state"] == "running" and (silent_s := time.time() - row["wall"]) > SILENT_S:
         said = f"control has said nothing for {silent_s:.0f} s: it hangs, or the clocks of its node and of this differ"
@@ -166,12 +165,20 @@ def full_status(paths: RunPaths) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def says_otherwise(paths: RunPaths, job: launch.Job, state: launch.State) -> bool:
-    """Whether a control that Slurm doesn't list has spoken within the last minute: an answer may be cut short."""
-    if state.name != launch.GONE.name or not launch.GONE_S.get(job.executor) or paths.stopped.exists():
-        return False
+def state_of(paths: RunPaths, control: launch.Job | None) -> launch.State:
+    """How the newest control stands; GONE without one. Raises SlurmError when Slurm doesn't say."""
+    return launch.GONE if control is None else _believed(paths, control, launch.look([control])[control.key])
+
+
+def _believed(paths: RunPaths, control: launch.Job, state: launch.State) -> launch.State:
+    """As Slurm says, but a control that it doesn't list lives while its heartbeat is fresh and the run hasn't ended: an
+    answer may be cut short."""
+    patience_s = launch.GONE_S.get(control.executor, 0.0)
+    if state.name != launch.GONE.name or not patience_s or paths.stopped.exists():
+        return state
     row = heartbeat(paths)
-    return row is not None and time.time() - row["wall"] < launch.GONE_S[job.executor]
+    fresh = row is not None and time.time() - row["wall"] < patience_s
+    return launch.State(alive=True, name="UNKNOWN") if fresh else state
 
 
 def _broken_off(paths: RunPaths, state: str, controls: Sequence[dict[str, Any]]) -> tuple[str, str]:

@@ -18,10 +18,10 @@ import typer
 
 from hpcrl import config, launch
 from hpcrl.cli.common import ConfigFile, RunFolder, Sets, fail, refuse_running
-from hpcrl.cli.looks import heartbeat, print_summary, says_otherwise
+from hpcrl.cli.looks import heartbeat, print_summary, state_of
 from hpcrl.config import Config
 from hpcrl.layout import RunPaths, publish, publish_json, read_json
-from hpcrl.types import ConfigError, HpcrlError, is_number
+from hpcrl.types import ConfigError, HpcrlError, StoreError, is_number
 
 WATCH_S = 0.5
 STOP_S = 600.0  # that `hpcrl stop` waits for a control that winds down
@@ -127,10 +127,10 @@ def refuse_control(paths: RunPaths) -> None:
     """Raises ConfigError while control lives. One that was cancelled may take a while to end."""
     until, run = time.monotonic() + ENDING_S, paths.root
     while (job := launch.current(paths)) is not None:
-        state = launch.look([job])[job.key]
-        if not state.alive and not says_otherwise(paths, job, state):
+        state = state_of(paths, job)
+        if not state.alive:
             return
-        if (state.alive and state.name != "COMPLETING") or time.monotonic() > until:
+        if state.name not in ("COMPLETING", "UNKNOWN") or time.monotonic() > until:
             raise ConfigError(f"{run}: is running (job {job.id}); watch it with `hpcrl watch {run}`")
         time.sleep(look_s(paths))
 
@@ -145,23 +145,23 @@ def stop(run: RunFolder) -> None:
     ask_to_stop(paths)  # first: control needs no Slurm for it
     try:
         control = launch.current(paths)
-        name = launch.look([control])[control.key].name if control is not None else ""
+        state = state_of(paths, control)
     except launch.SlurmError as error:
         raise launch.SlurmError(f"{error}; control, if it runs, has been asked to stop all the same") from error
-    if control is not None and name == "SUSPENDED":
+    if control is not None and state.name == "SUSPENDED":
         print(f"{run}: control is suspended and can't do it: `scontrol resume {control.id}`", flush=True)
-    if control is not None and name == "PENDING":
+    if control is not None and state.name == "PENDING":
         launch.send([control], signal.SIGKILL)
-    elif launch.alive(control):
+    elif state.alive:
         print(f"{run}: stopping: trajectories in flight are parked, the store is sealed …", flush=True)
         until = time.monotonic() + STOP_S
         seen, moved = None, time.monotonic()  # of control's heartbeat
-        while launch.alive(control) and time.monotonic() < until and time.monotonic() - moved < HANG_S:
+        while state_of(paths, control).alive and time.monotonic() < until and time.monotonic() - moved < HANG_S:
             time.sleep(look_s(paths))
             control = launch.current(paths)  # the next, where it was about to hand over
             if seen != (seen := (heartbeat(paths) or {}).get("wall")):
                 moved = time.monotonic()
-    if launch.alive(control) and read_json(paths.stopped) is None:
+    if state_of(paths, control).alive and read_json(paths.stopped) is None:
         publish_json(paths.stopped, {"outcome": "stopped", "wall": time.time()})  # it hangs: not to be started again
     left = end_jobs(paths)
     shutil.rmtree(paths.private(), ignore_errors=True)
@@ -169,6 +169,8 @@ def stop(run: RunFolder) -> None:
         names = ", ".join(f"{job.role}-{job.index} (job {job.id})" for job in living)
         print(f"hpcrl: {run}: still there: {names}", file=sys.stderr)
         sys.exit(1)
+    if strange := launch.complaints(paths):
+        raise StoreError(f"{run}: stopped, as far as its jobs are known: {strange[0]}")
     print(f"{run}: stopped" + (f" ({left} jobs had to be ended by hand)" if left else ""))
 
 
@@ -290,7 +292,7 @@ def reserve(paths: RunPaths) -> None:
         os.posix_fallocate(file.fileno(), 0, RESERVE_BYTES)
 
 
-def watch_to_end(paths: RunPaths, settings: Config, prepare: Callable[[], None] = lambda: None) -> int:
+def watch_to_end(paths: RunPaths, settings: Config, prepare: Callable[[], None]) -> int:
     """Keep control running and show the run until it came to rest; the exit code."""
     from hpcrl.observe.live import Watch
 

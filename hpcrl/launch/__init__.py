@@ -19,12 +19,28 @@ from dataclasses import asdict
 
 from hpcrl.config import Config, load_resolved, seconds_of
 from hpcrl.launch import local, slurm, steps
-from hpcrl.launch.jobs import GONE, ROLES, STATIC, Executor, Job, Role, State, ahead, jobs, newest, record, wanted
+from hpcrl.launch.jobs import (
+    GONE,
+    ROLES,
+    STATIC,
+    Executor,
+    Job,
+    Role,
+    State,
+    ahead,
+    complaints,
+    jobs,
+    newest,
+    record,
+    wanted,
+)
 from hpcrl.launch.slurm import SUBMIT_S, SlurmError
 from hpcrl.layout import RunPaths, listed, next_number, publish, read_json
 from hpcrl.types import ConfigError, HpcrlError
 
-__all__ = ["GONE", "ROLES", "Job", "Role", "SlurmError", "State", "ahead", "jobs", "newest", "record", "wanted"]
+__all__ = [
+    "GONE", "ROLES", "Job", "Role", "SlurmError", "State", "ahead", "complaints", "jobs", "newest", "record", "wanted",
+]  # fmt: skip
 
 EXECUTORS: dict[str, Executor] = {"local": local, "slurm": slurm, "steps": steps}
 

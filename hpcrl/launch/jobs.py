@@ -62,10 +62,22 @@ GONE = State(alive=False, name="GONE")
 
 
 def jobs(paths: RunPaths) -> list[Job]:
-    """Every job that was submitted for this run, oldest first. What is no line of a job is passed over: whoever wants
-    to stop a run must be able to."""
+    """Every job that was submitted for this run, oldest first. A line that can't be one is passed over, aloud: control
+    goes on with what it knows, and whoever ends the run asks for `complaints` as well."""
+    found, strange = _read(paths)
+    for text in strange:
+        _warn_once(text)
+    return found
+
+
+def complaints(paths: RunPaths) -> list[str]:
+    """What can't be read of jobs.jsonl: there may be jobs that nobody knows."""
+    return _read(paths)[1]
+
+
+def _read(paths: RunPaths) -> tuple[list[Job], list[str]]:
     rows, _ = read_lines(paths.jobs, skip_torn=True)
-    found = []
+    found, strange = [], []
     for row in rows:
         if isinstance(row, dict) and row.get("event") == "submitted":
             try:
@@ -74,8 +86,8 @@ def jobs(paths: RunPaths) -> list[Job]:
                     raise msgspec.ValidationError(f"{job.id!r} is the id of no process")
                 found.append(job)
             except msgspec.ValidationError as error:
-                _warn_once(f"{paths.jobs}: a line is passed over: {error}")
-    return found
+                strange.append(f"{paths.jobs}: unreadable: {error}")
+    return found, strange
 
 
 @functools.cache

@@ -290,6 +290,24 @@ def test_an_environment_that_always_fails_ends_the_run_with_its_words() -> None:
     assert flow.last_fault == "environment, t.reset: reset broken"
 
 
+def test_scoring_that_always_fails_ends_the_run_with_its_words() -> None:
+    flow = make(settings(evaluation={"tasks": 0}))
+    out, count = joined(flow), 0
+    said: list[f.Instruction] = []
+    while not flow.finished and count < 4000:
+        for row in starts(out):
+            broken = Fault(cause=Cause.REWARD, where="rewards", message="ValueError: no")
+            failed = replace(ended(row.ticket, status=State.FAILED), rewards={}, fault=broken)
+            said += flow.handle(f.AttemptEnded(ended=failed), float(count))
+            count += 1
+            if flow.finished:
+                break
+        out = [] if flow.finished else flow.handle(f.Tick(), float(count))
+        said += out
+    (over,) = [row.outcome for row in said if isinstance(row, f.Finish)]
+    assert flow.counts.faults == {Cause.REWARD: count} and "(reward, rewards: ValueError: no)" in over
+
+
 def loads(instructions: list[f.Instruction]) -> list[int]:
     return [row.version for row in instructions if isinstance(row, f.Load)]
 

@@ -439,6 +439,8 @@ class Flow:
                 self._moved(row, now)
                 return []
             return self._retry(ended.trajectory, ended.attempt, ended.fault, now)
+        if ended.status is State.FAILED and ended.fault is not None and row.ticket.verdict is None:
+            self._note(ended.fault)  # of its scoring: it was never taken up again for that
         self._release(row)
         del self.open[ended.trajectory]
         return self._count_end(ended)
@@ -502,15 +504,18 @@ class Flow:
         if row is None or row.ticket.attempt != attempt or not row.host:
             return []
         self._take_up(row, now)
-        self.counts.faults[fault.cause] += 1
+        self._note(fault)
         row.faults[fault.cause] += 1
-        self.last_fault = f"{fault.cause}, {fault.where}: {fault.message}"[:500]
         tries = row.faults[fault.cause]
         budget = getattr(self.config.retries, fault.cause.value, 0)
         verdict = fault if tries > budget else None
         row.ticket = replace(row.ticket, verdict=verdict)
         row.not_before = now + min(0.25 * 2 ** (tries - 1), 30.0)
         return []
+
+    def _note(self, fault: Fault) -> None:
+        self.counts.faults[fault.cause] += 1
+        self.last_fault = f"{fault.cause}, {fault.where}: {fault.message}"[:500]
 
     # -- evaluation --
 
